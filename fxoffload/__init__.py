@@ -1,0 +1,31 @@
+"""fxoffload: run models whose weights do not fit on the accelerator, compiled.
+
+    model = torch.compile(model, backend="layerwise", options={"memory_budget": "8GiB"})
+"""
+
+from fxoffload.api import explain, get_plan, refresh, set_memory_budget, smallest_budget, stats
+from fxoffload.backend import layerwise
+from fxoffload.config import OffloadConfig
+from fxoffload.errors import BudgetError, ConfigError, GradientError, OffloadError, OffloadWarning, PlanError, WeightError
+from fxoffload.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "GradientError",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadWarning",
+    "Plan",
+    "PlanError",
+    "WeightError",
+    "explain",
+    "layerwise",
+    "get_plan",
+    "refresh",
+    "set_memory_budget",
+    "smallest_budget",
+    "stats",
+]

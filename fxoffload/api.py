@@ -1,0 +1,106 @@
+"""The public functions. Each takes a module, its compiled wrapper, or a handle."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import chain
+from typing import Any
+
+import torch
+
+from fxoffload.binding import Binding
+from fxoffload.config import OffloadConfig
+from fxoffload.engine import Engine, Stats, find_engine
+from fxoffload.errors import OffloadError
+from fxoffload.plan import Plan
+
+
+def _module(model: Any) -> torch.nn.Module:
+    module = getattr(model, "_orig_mod", model)
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"api: {type(model).__name__}: give a torch.nn.Module, or what torch.compile made of one")
+    return module
+
+
+def engine_of(model: Any) -> Engine:
+    """The engine of a model. Raises OffloadError when no compiled call has packed its weights yet."""
+    module = _module(model)
+    engine = find_engine([*chain(module.parameters(), module.buffers())])
+    if engine is None:
+        raise OffloadError(
+            f"api: {type(module).__name__}: its weights are not offloaded yet; call the model once, compiled with torch.compile(model, backend='layerwise')"
+        )
+    return engine
+
+
+def bindings_of(model: Any) -> list[Binding]:
+    """Every compiled graph of a model with its plan, the one that ran last at the end."""
+    engine = engine_of(model)
+    with engine.lock:
+        return sorted((b for b in engine.bindings if b.plan is not None), key=lambda b: b is engine.current)
+
+
+def stats(model: Any) -> Stats:
+    """Counters of a model: bytes copied in the last forward, bytes resident, and so on (`Stats`)."""
+    return engine_of(model).stats()
+
+
+def get_plan(model: Any) -> Plan:
+    """The plan of the graph that ran last."""
+    bindings = bindings_of(model)
+    if not bindings:
+        raise OffloadError(f"api: {type(_module(model)).__name__}: it has not run yet, and plans are made at the first call; call it once")
+    found = bindings[-1].plan
+    assert found is not None
+    return found
+
+
+def explain(model: Any) -> str:
+    """Every stage of every graph of a model as tables: machine, facts, blocks, buckets, plan; and the generated top level."""
+    parts: list[str] = []
+    for binding in bindings_of(model):
+        parts.append(f"{binding.program}\n\n{binding.plan}")
+        if binding.top is not None:
+            parts.append(binding.top.source)
+    return "\n\n".join(parts)
+
+
+def set_memory_budget(model: Any, memory_budget: int | float | str) -> None:
+    """Give a model another budget: new plans and top levels, no compilation. Takes effect at the next call.
+
+    `memory_budget` as in `OffloadConfig`. Raises BudgetError, and leaves everything as it was, when a graph does not fit.
+    """
+    engine = engine_of(model)
+    with engine.lock:
+        before = engine.budget
+        bindings = [b for b in engine.bindings if b.plan is not None]
+        engine.budget = OffloadConfig(memory_budget=memory_budget, onload_device=engine.device)  # type: ignore[arg-type]
+        try:
+            for binding in bindings:
+                binding.decide(engine.budget_nbytes(binding.program.config))
+        except Exception:
+            engine.budget = before
+            raise
+        for binding in bindings:
+            binding.replan()
+
+
+def smallest_budget(model: Any) -> int:
+    """The least budget, in bytes, that every graph of a model runs in."""
+    return max(binding.smallest_budget() for binding in bindings_of(model))
+
+
+def refresh(model: Any) -> None:
+    """The next call copies all it needs from the host again.
+
+    For edits that leave no trace: through an alias that was taken earlier (`d = p.data; ...; d.add_(1)`), by another process, or by
+    foreign code that writes to the weights' memory. Edits through the parameter are seen without it.
+    """
+    engine = engine_of(model)
+    with engine.lock:
+        engine.refresh()
+
+
+def settings(model: Any) -> dict[str, Any]:
+    """The settings that the graph that ran last was compiled with."""
+    return {f.name: getattr(bindings_of(model)[-1].program.config, f.name) for f in dataclasses.fields(OffloadConfig)}

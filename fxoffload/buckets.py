@@ -1,0 +1,66 @@
+"""Buckets: the weights that move together, as one flat piece of memory.
+
+A segment's bucket holds the weights that the segment is the first to read and that no other segment reads. Weights that
+several segments read (tied, a block called twice, a view used later) form buckets of their own, one for each set of segments,
+and so do the ones that the model writes, which must stay resident. Inside a bucket every weight starts at a multiple of 256 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxoffload.blocks import Blocks
+from fxoffload.facts import Facts
+
+ALIGNMENT = 256
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """`weights` are placeholder names, `uses` the indices of the segments that read them, ascending."""
+
+    name: str
+    nbytes: int
+    weights: tuple[str, ...]
+    uses: tuple[int, ...]
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    buckets: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        from fxoffload.show import table
+
+        total = sum(b.nbytes for b in self.buckets)
+        rows = [(b.name, b.nbytes, len(b.weights), ",".join(map(str, b.uses)), "resident" if b.keep else "") for b in self.buckets]
+        return f"buckets  {len(self.buckets)} buckets  {total} bytes\n" + table(("bucket", "bytes", "weights", "segments", ""), rows)
+
+
+def pack_buckets(facts: Facts, blocks: Blocks) -> Buckets:
+    """Give every weight that is read to exactly one bucket, in order of first use."""
+    weights = {w.placeholder: w for w in facts.weights}
+    uses: dict[str, list[int]] = {}
+    for i, segment in enumerate(blocks.segments):
+        for weight in segment.weights:
+            uses.setdefault(weight, []).append(i)
+    members: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for weight, segments in uses.items():
+        members.setdefault((tuple(segments), weights[weight].mutated), []).append(weight)
+    buckets: list[Bucket] = []
+    taken: set[str] = set()
+    for (segments, mutated), names in sorted(members.items(), key=lambda item: item[0]):
+        nbytes = sum(align(weights[name].nbytes) for name in names)
+        suffix = ".state" if mutated else ".shared" if len(segments) > 1 else ""
+        name = f"{blocks.segments[segments[0]].name}{suffix}"
+        while name in taken:
+            name += "+"
+        taken.add(name)
+        if nbytes:
+            buckets.append(Bucket(name, nbytes, tuple(names), segments, mutated))
+    return Buckets(tuple(buckets))

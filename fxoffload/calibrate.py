@@ -1,0 +1,94 @@
+"""Measure a machine's constants: link, copy latency, memory bandwidth, matrix rates. Under a second, once a machine.
+
+The result is cached in the user's cache directory under a key of device name, driver and torch version. The CPU as a device
+has nominal constants, so that plans made for it are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fxoffload.debug import logger
+from fxoffload.machine import Machine
+
+_COPY_NBYTES = 128 << 20
+_MATRIX = 4096
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def machine_of(device: torch.device) -> Machine:
+    """The constants of a device: from the cache, or measured now and put there."""
+    if device.type == "cpu":
+        return Machine.nominal("cpu")
+    path = cache_path(device)
+    if path.is_file():
+        return Machine.load(path)
+    machine = measure(device)
+    try:
+        machine.save(path)
+    except OSError as error:
+        logger.warning("calibrate: %s cannot be written (%s); the machine will be measured again next time", path, error)
+    return machine
+
+
+def cache_path(device: torch.device) -> Path:
+    """`$XDG_CACHE_HOME/fxoffload/machine-<key>.json`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    driver = torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
+    key = hashlib.sha256(f"{driver}|{_driver_version(device)}|{torch.__version__}|1".encode()).hexdigest()[:16]
+    return Path(root) / "fxoffload" / f"machine-{key}.json"
+
+
+def _driver_version(device: torch.device) -> str:
+    return str(torch._C._cuda_getDriverVersion()) if device.type == "cuda" else ""
+
+
+def measure(device: torch.device) -> Machine:
+    """Measure the constants of an accelerator now. Takes half a second and, at its peak, 512 MiB of the device."""
+    host = torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
+    there, other = (torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    copy = _ms(device, lambda: there.copy_(host, non_blocking=True))
+    small = _ms(device, lambda: there[:256].copy_(host[:256], non_blocking=True))
+    move = _ms(device, lambda: other.copy_(there))
+    del host, there, other
+    rates = tuple((str(dtype).removeprefix("torch."), _matrix_tflop_s(device, dtype)) for dtype in _DTYPES)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    machine = Machine(
+        name=name,
+        link_gb_s=_COPY_NBYTES / (copy - small) / 1e6,
+        copy_latency_ms=small,
+        memory_gb_s=2 * _COPY_NBYTES / move / 1e6,
+        launch_ms=0.004,
+        tflop_s=rates,
+    )
+    torch.accelerator.empty_cache()
+    logger.info("calibrate: %s", machine)
+    return machine
+
+
+def _matrix_tflop_s(device: torch.device, dtype: torch.dtype) -> float:
+    # Random values: a product of zeros runs faster than any real one.
+    a, b = (torch.randn(_MATRIX, _MATRIX, device=device).to(dtype) for _ in range(2))
+    return 2 * _MATRIX**3 / _ms(device, lambda: a @ b) / 1e9
+
+
+def _ms(device: torch.device, work: Callable[[], object], repeats: int = 5) -> float:
+    """Median time of some device work, after one warm-up."""
+    work()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)

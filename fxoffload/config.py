@@ -1,0 +1,327 @@
+"""Settings: one frozen, validated class behind `layerwise_offload(...)`, `options={...}` of the backend and the command line.
+
+A value of a wrong type is a TypeError, a value that is not accepted a ConfigError (a ValueError). Both name the keyword,
+the value and what is accepted. A field left on auto holds None (`"auto"` where the field says so): the planner chooses it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from fxoffload.errors import ConfigError
+from fxoffload.sizes import ACCEPTED_SIZES, MIB, parse_size
+
+if TYPE_CHECKING:
+    import torch
+
+SEGMENT_COMPILERS = ("inductor", "aot_eager", "eager")
+MODES = ("default", "max-autotune-no-cudagraphs")
+AUTO_MARGIN_NBYTES = 256 * MIB
+
+_ACCELERATORS = frozenset({"cuda", "xpu", "mtia", "hpu", "mps"})
+_NO_ASYNC_COPIES = frozenset({"mps", "meta"})
+
+
+def _cuda() -> torch.device:
+    return _device("onload_device", "cuda")
+
+
+def _cpu() -> torch.device:
+    return _device("offload_device", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """All settings, checked and in one form: bytes are ints, names a tuple, devices `torch.device`.
+
+    The annotations give the form that is stored. `from_options` (and the constructor, at run time) takes every form that the
+    documentation lists, such as size strings, device names and a single module name.
+    """
+
+    memory_budget: int | float | Literal["auto"] = "auto"
+    """Device bytes for resident weights, staging and activations together: bytes, a fraction of the device, or what is free."""
+    module_names: tuple[str, ...] | None = None
+    """Dotted names to offload; `""` is the root. For a pipeline, names of components."""
+    module_filter: Callable[..., bool] | None = None
+    """`(name, module) -> bool`, instead of `module_names`."""
+    onload_device: torch.device = field(default_factory=_cuda)
+    offload_device: torch.device = field(default_factory=_cpu)
+    output_device: torch.device | None = None
+    """Where results are returned; None leaves them on the onload device."""
+    async_transfer: bool = cast("bool", None)
+    """Copies overlap compute. None becomes True or False by the pair of devices."""
+    transfer_buckets: int | None = None
+    """How many buckets may be in flight or ready ahead of use."""
+    persistent_buckets: int | None = None
+    """How many buckets stay on the device for good."""
+    persistent_bins: int | None = None
+    """Over how many evenly spaced ranges the persistent buckets are spread."""
+    prefetch_limit: bool = False
+    """Cap prefetched but unused buckets at `min(4 * transfer_buckets, 8)`."""
+    max_copy_streams: int = 1
+    max_inflight_prefetch_bytes: int | None = None
+    """Cap on the bytes of pending and ready prefetches together."""
+    non_blocking: bool = False
+    eager_offload: bool = True
+    """Move weights to the host store when offloading begins, rather than at their first use."""
+    segment_compiler: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    inductor: dict[str, Any] | None = field(default=None, hash=False)
+    """Patches of Inductor's configuration while segments compile."""
+    max_bucket_bytes: int | Literal["auto"] = "auto"
+    """The largest piece that a block is cut into."""
+    profile: bool = False
+    """Time each distinct segment once on the device, and plan with these times instead of the cost model's."""
+    mode: str | None = None
+    """`torch.compile`'s mode; None is the default one."""
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        _check_devices(self)
+        if cast("bool | None", self.async_transfer) is None:
+            object.__setattr__(self, "async_transfer", has_async_copies(self))
+        if self.module_names is not None and self.module_filter is not None:
+            names = ", ".join(map(repr, self.module_names))
+            raise ConfigError(f"config: module_filter: module_names is given too ({names}); give one of the two")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object] | None, *, mode: str | None = None) -> OffloadConfig:
+        """The config for `torch.compile(..., options=options, mode=mode)`, or for the keywords of `layerwise_offload`.
+
+        `torch.compile` takes either `mode` or `options`, so a mode may also be one of the options.
+        Raises ConfigError for an unknown key (with the nearest names) and for a bad value, TypeError for a wrong type.
+        """
+        if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _wrong_type("options", options, "a dict of settings by name")
+        values = dict(options or {})
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"config: options: unknown key {key!r}; {nearest(str(key), known)}")
+        if mode is not None and values.setdefault("mode", mode) != mode:
+            raise ConfigError(f"config: mode: {mode!r} is given, and {values['mode']!r} among the options; give one of the two")
+        return cls(**cast("dict[str, Any]", values))
+
+
+def resolve_budget(config: OffloadConfig, total_nbytes: int, free_nbytes: int) -> int:
+    """The budget in bytes, on a device of `total_nbytes` of which this process could allocate `free_nbytes` now.
+
+        bytes     as given
+        fraction  floor(fraction * total)
+        auto      free - max(free / 16, 256 MiB), but never less than free / 2
+
+    The margin of auto is for what no plan sees: library workspaces, compiled code, fragmentation, other processes. The result
+    may be less than a model needs, or 0: that is the planner's to report.
+    """
+    budget = config.memory_budget
+    if isinstance(budget, str):
+        margin = max(free_nbytes // 16, AUTO_MARGIN_NBYTES)
+        return max(free_nbytes - margin, free_nbytes // 2)
+    if isinstance(budget, float):
+        return int(budget * total_nbytes)
+    return budget
+
+
+def has_async_copies(config: OffloadConfig) -> bool:
+    """Whether copies between the two devices can run beside compute. Between two host buffers they do, on a thread."""
+    return config.offload_device.type == "cpu" and config.onload_device.type not in _NO_ASYNC_COPIES
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'a' or 'b'?` for an unknown name; all that is known where nothing is near."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return f"give one of {', '.join(map(repr, names))}"
+
+
+def _check_devices(config: OffloadConfig) -> None:
+    onload, offload = config.onload_device, config.offload_device
+    if config.async_transfer and not has_async_copies(config):
+        raise ConfigError(
+            f"config: async_transfer: True, but copies from offload_device {str(offload)!r} to onload_device {str(onload)!r} "
+            "are not asynchronous; leave async_transfer out or pass False, or give an accelerator with streams and 'cpu'"
+        )
+    if offload.type != "cpu":
+        raise _refused("offload_device", str(offload), "'cpu'")
+    if onload.type != "cpu" and onload.type not in _ACCELERATORS and not _is_current_accelerator(onload):
+        raise _refused("onload_device", str(onload), "an accelerator such as 'cuda' or 'cuda:1', or 'cpu'")
+    if config.output_device is not None and config.output_device.type == "meta":
+        raise _refused("output_device", "meta", "a device that holds values, or None for the onload device")
+
+
+def _is_current_accelerator(device: torch.device) -> bool:
+    """True for an accelerator that torch knows from a plug-in only."""
+    import torch
+
+    current = torch.accelerator.current_accelerator(check_available=False)
+    return current is not None and current.type == device.type
+
+
+def _refused(name: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(f"config: {name}: {value!r} is not accepted; give {accepted}")
+
+
+def _wrong_type(name: str, value: object, accepted: str) -> TypeError:
+    return TypeError(f"config: {name}: {value!r} is of type {type(value).__name__}; give {accepted}")
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
+def _budget(name: str, value: object) -> int | float | str:
+    accepted = f"'auto', a fraction of the device as a float with 0 < fraction <= 1, or {ACCEPTED_SIZES}"
+    if _is_auto(value):
+        return "auto"
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise _refused(name, value, accepted)
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise _wrong_type(name, value, accepted)
+    return parse_size(value, what=name)
+
+
+def _auto_or_size(name: str, value: object) -> int | str:
+    return "auto" if value is None or _is_auto(value) else parse_size(cast("str | int", value), what=name)
+
+
+def _size_or_none(name: str, value: object) -> int | None:
+    return None if value is None else parse_size(cast("str | int", value), what=name)
+
+
+def _names(name: str, value: object) -> tuple[str, ...] | None:
+    accepted = "dotted module names, as one string or as a list of strings"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _wrong_type(name, cast("object", value), accepted)
+    names = tuple(cast("Iterable[object]", value))
+    for item in names:
+        if not isinstance(item, str):
+            raise _wrong_type(name, item, accepted)
+    if not names:
+        raise ConfigError(
+            f"config: {name}: the list is empty; give at least one name, or leave it out to offload the whole model"
+        )
+    # A name given twice is one name.
+    return tuple(dict.fromkeys(cast("tuple[str, ...]", names)))
+
+
+def _filter(name: str, value: object) -> object:
+    if value is not None and not callable(value):
+        raise _wrong_type(name, value, "a function (name, module) -> bool")
+    return value
+
+
+def _device(name: str, value: object) -> torch.device:
+    # Imported here because the planner and the plan know this module, and neither may load torch.
+    import torch
+
+    accepted = "a torch.device, or its name such as 'cuda', 'cuda:1' or 'cpu'"
+    if isinstance(value, torch.device):
+        return value
+    if not isinstance(value, str):
+        raise _wrong_type(name, value, accepted)
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise _refused(name, value, accepted) from error
+
+
+def _device_or_none(name: str, value: object) -> torch.device | None:
+    return None if value is None else _device(name, value)
+
+
+def _bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong_type(name, value, "True or False")
+    return value
+
+
+def _bool_or_none(name: str, value: object) -> bool | None:
+    return None if value is None else _bool(name, value)
+
+
+def _at_least(least: int, *, unset: int | None) -> Callable[[str, object], int | None]:
+    """A check for an int >= `least`; None and "auto" become `unset`."""
+
+    def check(name: str, value: object) -> int | None:
+        accepted = f"an int >= {least}, or leave it out"
+        if value is None or _is_auto(value):
+            return unset
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _wrong_type(name, value, accepted)
+        if value < least:
+            raise _refused(name, value, accepted)
+        return value
+
+    return check
+
+
+def _segment_compiler(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong_type(name, value, f"one of {', '.join(map(repr, SEGMENT_COMPILERS))}")
+    if value not in SEGMENT_COMPILERS:
+        raise ConfigError(f"config: {name}: {value!r} is not accepted; {nearest(value, SEGMENT_COMPILERS)}")
+    return value
+
+
+def _inductor(name: str, value: object) -> dict[str, Any] | None:
+    accepted = "a dict of Inductor settings by name, such as {'max_autotune': True}"
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _wrong_type(name, value, accepted)
+    patches = dict(cast("Mapping[object, object]", value))
+    for key in patches:
+        if not isinstance(key, str):
+            raise _wrong_type(name, key, accepted)
+    return cast("dict[str, Any]", patches)
+
+
+def _mode(name: str, value: object) -> str | None:
+    accepted = f"one of {', '.join(map(repr, MODES))}"
+    if value is None or value == "default":
+        return None
+    if not isinstance(value, str):
+        raise _wrong_type(name, value, accepted)
+    if value in {"reduce-overhead", "max-autotune"}:
+        raise ConfigError(
+            f"config: {name}: {value!r} asks for a captured CUDA graph of the whole forward, which is not supported yet; "
+            f"use {'max-autotune-no-cudagraphs' if value == 'max-autotune' else 'default'!r}"
+        )
+    if value not in MODES:
+        raise ConfigError(f"config: {name}: {value!r} is not accepted; {nearest(value, MODES)}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, object], object]] = {
+    "memory_budget": _budget,
+    "module_names": _names,
+    "module_filter": _filter,
+    "onload_device": _device,
+    "offload_device": _device,
+    "output_device": _device_or_none,
+    "async_transfer": _bool_or_none,
+    "transfer_buckets": _at_least(1, unset=None),
+    "persistent_buckets": _at_least(0, unset=None),
+    "persistent_bins": _at_least(1, unset=None),
+    "prefetch_limit": _bool,
+    "max_copy_streams": _at_least(1, unset=1),
+    "max_inflight_prefetch_bytes": _size_or_none,
+    "non_blocking": _bool,
+    "eager_offload": _bool,
+    "segment_compiler": _segment_compiler,
+    "inductor": _inductor,
+    "max_bucket_bytes": _auto_or_size,
+    "profile": _bool,
+    "mode": _mode,
+}

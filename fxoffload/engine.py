@@ -1,0 +1,165 @@
+"""The engine of one model: its host store, its arena, its copies, and what the arena holds between forwards.
+
+Graphs come and go (other shapes, a graph break, other options); the weights, the arena and the budget belong to the model. An
+engine lives as long as one of the weights that it packed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxoffload.arena import Arena
+from fxoffload.config import OffloadConfig, resolve_budget
+from fxoffload.debug import logger, switches
+from fxoffload.store import HostBucket, HostStore, HostWeight
+from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
+
+if TYPE_CHECKING:
+    from fxoffload.binding import Binding
+    from fxoffload.program import Program
+
+_engine_of_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_engine_of_root: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters of one model. Bytes and counts of the last forward, except for `forwards`, which counts all of them.
+
+    `stalls`: waits that found their copy unfinished when the host reached them. On an accelerator the host runs ahead, so
+    that is an upper bound of the waits that held compute up.
+    """
+
+    nbytes_copied: int
+    nbytes_resident: int
+    nbytes_arena: int
+    nbytes_host: int
+    nbytes_pinned: int
+    prefetches: int
+    stalls: int
+    forwards: int
+    restores: int
+    """How often a forward found the arena in another state than its plan begins with: first calls, edits, other graphs, exceptions."""
+
+
+class Engine:
+    """Everything of one model on one device. Not for direct use: `api` has the public functions."""
+
+    def __init__(self, root: torch.nn.Module | None, device: torch.device, *, overlap: bool) -> None:
+        self.root = weakref.ref(root) if root is not None else None
+        self.device = device
+        self.lock = threading.RLock()
+        self.store = HostStore(device)
+        self.arena = Arena(device)
+        self.transfer: Transfer = (
+            ThreadTransfer(overlap=overlap) if device.type == "cpu" else StreamTransfer(device, overlap=overlap, poison=switches().poison)
+        )
+        self.budget: OffloadConfig | None = None
+        """Set by `set_memory_budget`: overrides the budget of every graph of this model."""
+        self.present: dict[int, str] = {}
+        """Residents that the arena holds for sure: bucket names by offset."""
+        self.current: Binding | None = None
+        """Whose end state the arena is in."""
+        self.bindings: list[Binding] = []
+        self.measured: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
+        """Bytes that a forward of a program takes besides the arena, where they were measured."""
+        self.forwards = 0
+        self.restores = 0
+        self._auto_budget: int | None = None
+        self._finalizer = weakref.finalize(self, _close, self.store, self.transfer)
+        self._finalizer.atexit = False
+
+    def budget_nbytes(self, config: OffloadConfig) -> int:
+        """The budget of a graph with this config, in bytes. What `"auto"` means is settled at the first question."""
+        chosen = self.budget or config
+        if chosen.memory_budget != "auto":
+            return resolve_budget(chosen, *device_memory(self.device))
+        if self._auto_budget is None:
+            total, free = device_memory(self.device)
+            self._auto_budget = resolve_budget(chosen, total, free + self.arena.nbytes)
+            logger.info("engine: memory_budget 'auto' is %d bytes", self._auto_budget)
+        return self._auto_budget
+
+    def adopt(self, weights: Sequence[HostWeight]) -> None:
+        """These weights keep the engine alive, and find it."""
+        for weight in weights:
+            tensor = weight.tensor()
+            if tensor is not None:
+                _engine_of_weight[tensor] = self
+
+    def forget(self, bucket: HostBucket) -> None:
+        """The host bytes of a bucket changed: what the arena holds of it is stale."""
+        self.present = {offset: name for offset, name in self.present.items() if name != bucket.name}
+        self.current = None
+
+    def refresh(self) -> None:
+        """Nothing in the arena counts any more: the next forward copies all it needs from the host."""
+        self.present.clear()
+        self.current = None
+
+    def fit_arena(self, least_nbytes: int, most_nbytes: int) -> None:
+        self.transfer.drain()
+        if self.arena.fit(least_nbytes, most_nbytes):
+            self.refresh()
+
+    def stats(self) -> Stats:
+        counters = self.transfer.counters
+        plan = self.current.plan if self.current is not None else None
+        return Stats(
+            nbytes_copied=counters.nbytes_copied,
+            nbytes_resident=plan.resident_nbytes if plan is not None else 0,
+            nbytes_arena=self.arena.nbytes,
+            nbytes_host=self.store.nbytes,
+            nbytes_pinned=self.store.pinned_nbytes,
+            prefetches=counters.prefetches,
+            stalls=counters.stalls,
+            forwards=self.forwards,
+            restores=self.restores,
+        )
+
+
+def _close(store: HostStore, transfer: Transfer) -> None:
+    transfer.close()
+    store.close()
+
+
+def find_engine(tensors: Sequence[torch.Tensor]) -> Engine | None:
+    """The engine that packed one of these weights, or None."""
+    for tensor in tensors:
+        engine: Any = _engine_of_weight.get(tensor)
+        if engine is not None:
+            return engine
+    return None
+
+
+def engine_for(tensors: Sequence[torch.Tensor], root: torch.nn.Module | None, config: OffloadConfig, device: torch.device) -> Engine:
+    """The engine of the model that has these weights, made if there is none."""
+    with _lock:
+        engine = find_engine(tensors)
+        if engine is None and root is not None:
+            known = _engine_of_root.get(root)
+            engine = known() if known is not None else None
+        if engine is None or engine.device != device:
+            engine = Engine(root, device, overlap=config.async_transfer)
+        if root is not None:
+            _engine_of_root[root] = weakref.ref(engine)
+        return engine
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """(total, free now) bytes of a device; free includes what this process's allocator has cached. For the CPU, the host's memory."""
+    if device.type == "cpu":
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    free, total = torch.accelerator.get_memory_info(device)
+    cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return total, free + cached

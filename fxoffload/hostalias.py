@@ -1,0 +1,122 @@
+"""Host weights that trace as device weights.
+
+A model's weights stay ordinary CPU tensors, but its activations are on the onload device, and Dynamo refuses to mix
+devices. So while Dynamo traces a frame for a registered backend, the *fake* tensors of module state (parameters,
+buffers, tensor attributes of modules) carry the onload device. Guards are built from the real tensors and keep
+passing; nothing outside such a trace is touched.
+
+Two private functions are wrapped: `FakeTensorMode.from_tensor`, which knows the Dynamo `Source` a tensor came from, and
+`MetaTensorDescriber.describe_tensor`, which reads its device. Checked on torch 2.11, 2.13. Alternatives that lost
+(zero-storage shells, tensor subclasses, parametrizations) change what `state_dict` or in-place edits see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo import symbolic_convert
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.meta_utils import MetaTensorDescriber
+
+from fxoffload.errors import OffloadError
+
+_STATE = re.compile(r"(?:\._|\.__dict__\['_)(?:parameters|buffers)")
+
+_onload_device_of: dict[str, Callable[[dict[str, Any]], torch.device]] = {}
+_moving = threading.local()
+
+
+def is_module_state(source: Any, tensor: torch.Tensor) -> bool:
+    """Whether Dynamo found `tensor` as a parameter, a buffer or a tensor attribute of a module."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return True
+    if source is None:
+        return False
+    if _STATE.search(source.name):
+        return True
+    guard_source = source.guard_source
+    return guard_source.is_unspecialized_nn_module() or guard_source.is_specialized_nn_module()
+
+
+def register_alias(backend_name: str, onload_device_of: Callable[[dict[str, Any]], torch.device]) -> None:
+    """Alias module state while tracing for the backend of this name.
+
+    `onload_device_of` maps the keyword arguments of the `torch.compile` call (`options`, `mode`) to the onload device.
+    """
+    _onload_device_of[backend_name] = onload_device_of
+
+
+def _tracing_device() -> torch.device | None:
+    """The onload device if Dynamo is tracing for a registered backend right now, else None."""
+    tx = getattr(symbolic_convert.tls, "current_tx", None)
+    compiler_fn = tx.output.compiler_fn if tx is not None else None
+    while compiler_fn is not None:
+        device_of = _onload_device_of.get(getattr(compiler_fn, "compiler_name", ""))
+        if device_of is not None:
+            return device_of(getattr(compiler_fn, "kwargs", {}))
+        compiler_fn = getattr(compiler_fn, "_torchdynamo_orig_backend", None)
+    return None
+
+
+@contextmanager
+def _descriptions_on(device: torch.device) -> Iterator[None]:
+    before = getattr(_moving, "device", None)
+    _moving.device = device
+    try:
+        yield
+    finally:
+        _moving.device = before
+
+
+def _check_signatures() -> None:
+    expected = {
+        FakeTensorMode.from_tensor: {"self", "tensor", "source"},
+        MetaTensorDescriber.describe_tensor: {"self", "t", "recurse", "trace"},
+    }
+    for function, names in expected.items():
+        missing = names - set(inspect.signature(function).parameters)
+        if missing:
+            raise OffloadError(
+                f"hostalias: torch {torch.__version__}: {function.__qualname__} has no parameter {sorted(missing)}; "
+                "use a torch version that fxoffload was tested with (2.11 to 2.13), or a newer fxoffload"
+            )
+    if not hasattr(symbolic_convert, "tls"):
+        raise OffloadError(f"hostalias: torch {torch.__version__}: torch._dynamo.symbolic_convert.tls is gone; use a newer fxoffload")
+
+
+def _install() -> None:
+    _check_signatures()
+    from_tensor = FakeTensorMode.from_tensor
+    describe_tensor = MetaTensorDescriber.describe_tensor
+
+    @functools.wraps(from_tensor)
+    def from_tensor_aliased(self: FakeTensorMode, tensor: torch.Tensor, *, source: Any = None, **kwargs: Any) -> Any:
+        if source is None or tensor.device.type != "cpu":
+            return from_tensor(self, tensor, source=source, **kwargs)
+        device = _tracing_device()
+        if device is None or device.type == "cpu" or not is_module_state(source, tensor):
+            return from_tensor(self, tensor, source=source, **kwargs)
+        with _descriptions_on(device):
+            return from_tensor(self, tensor, source=source, **kwargs)
+
+    @functools.wraps(describe_tensor)
+    def describe_tensor_aliased(self: MetaTensorDescriber, t: torch.Tensor, *, recurse: bool = True, trace: bool = False) -> Any:
+        description = describe_tensor(self, t, recurse=recurse, trace=trace)
+        device = getattr(_moving, "device", None)
+        if device is None or t.device.type != "cpu":
+            return description
+        return dataclasses.replace(description, device=device)
+
+    FakeTensorMode.from_tensor = from_tensor_aliased
+    MetaTensorDescriber.describe_tensor = describe_tensor_aliased
+
+
+_install()

@@ -1,0 +1,189 @@
+"""Lowering: one compiled program a distinct segment, and Python source for the top level.
+
+The top level is a program of our own and not ops inside one Inductor graph: there prefetches are hoisted, slots cloned, and
+evictions run before compute. It is straight-line Python in the plan's own names, with every weight a view of the arena that is
+bound once, so a node costs a call and no look-up:
+
+    def forward(hidden_states):
+        prefetch_blocks_1()
+        wait_blocks_0()
+        blocks_0_0, = blocks_0(hidden_states, blocks_0_norm_weight)
+        evict_blocks_0()
+        ...
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload import ops
+from fxoffload.config import OffloadConfig
+from fxoffload.names import identifier
+from fxoffload.split import segment_inputs, segment_key
+
+Compiled = Callable[..., Any]
+
+
+def compile_segments(top: fx.GraphModule, config: OffloadConfig) -> tuple[dict[str, Compiled], int]:
+    """Compile every segment, equal ones once. Returns the programs by segment identifier, and how many are distinct."""
+    compile_one = _compiler(config)
+    by_key: dict[str, Compiled] = {}
+    programs: dict[str, Compiled] = {}
+    for node in top.graph.find_nodes(op="call_module"):
+        child = top.get_submodule(node.target)
+        key = segment_key(child)
+        if key not in by_key:
+            by_key[key] = compile_one(child, segment_inputs(child))
+        programs[node.target] = by_key[key]
+    return programs, len(by_key)
+
+
+def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Compiled]:
+    if config.segment_compiler == "eager":
+        return lambda child, inputs: child.forward
+    if config.segment_compiler == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(config.mode) if config.mode else {}), **(config.inductor or {}), "triton.cudagraphs": False}
+    return lambda child, inputs: compile_fx(child, inputs, config_patches=patches)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLevel:
+    """The generated program. `forward` takes the graph's inputs that are no weights, in order."""
+
+    source: str
+    forward: Callable[..., Any]
+
+
+def generate(
+    gm: fx.GraphModule,
+    *,
+    programs: Mapping[str, Compiled],
+    weights: frozenset[str],
+    weight: Callable[[str, str], tuple[str, torch.Tensor]],
+    inputs: Mapping[str, str],
+    operations: Mapping[Callable[..., Any], Callable[..., Callable[[], None]]],
+    output_weights: frozenset[int],
+    device: torch.device,
+) -> TopLevel:
+    """Source and function of the top level `gm` (after the passes).
+
+    `inputs` gives the parameter names of the placeholders that are passed in; `weight(placeholder, segment)` name and view of one of
+    the placeholders `weights` for one segment; `operations` a maker of a no-argument call for `ops.prefetch`, `ops.wait`, `ops.evict`.
+    Outputs at the positions `output_weights` alias a weight: they leave as copies, on `device`.
+    """
+    writer = _Writer(gm, programs, weights, weight, inputs, operations, output_weights, device)
+    source = writer.source()
+    filename = f"<fxoffload {id(writer):x}>"
+    # The top level shows in tracebacks as any other source does.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), writer.namespace)
+    return TopLevel(source, writer.namespace["forward"])
+
+
+class _Writer:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        programs: Mapping[str, Compiled],
+        weights: frozenset[str],
+        weight: Callable[[str, str], tuple[str, torch.Tensor]],
+        inputs: Mapping[str, str],
+        operations: Mapping[Callable[..., Any], Callable[..., Callable[[], None]]],
+        output_weights: frozenset[int],
+        device: torch.device,
+    ) -> None:
+        self.gm = gm
+        self.namespace: dict[str, Any] = dict(programs)
+        self._weights = weights
+        self._weight = weight
+        self._inputs = inputs
+        self._operations = operations
+        self._output_weights = output_weights
+        self._device = device
+        self._names: dict[fx.Node, str] = {}
+        # A name that is assigned to anywhere is local everywhere, and must not be the name of something in the namespace.
+        self._locals = {"_", *inputs.values(), *(_result_name(n) for n in gm.graph.nodes if n.target is operator.getitem)}
+        self._last_reader = {used: node for node in gm.graph.nodes for used in node.all_input_nodes}
+
+    def source(self) -> str:
+        lines: list[str] = []
+        for node in self.gm.graph.nodes:
+            lines.extend(f"    {line}" for line in self._lines(node))
+        parameters = ", ".join(self._names[n] for n in self.gm.graph.find_nodes(op="placeholder") if n in self._names)
+        return "\n".join([f"def forward({parameters}):", *lines, ""])
+
+    def _bind(self, name: str, value: Any) -> str:
+        """Put a value into the namespace under `name`, or under a free name like it."""
+        unique, k = name, 2
+        while unique in self._locals or (unique in self.namespace and self.namespace[unique] is not value):
+            unique, k = f"{name}_{k}", k + 1
+        self.namespace[unique] = value
+        return unique
+
+    def _lines(self, node: fx.Node) -> list[str]:
+        if node.op == "placeholder":
+            if node.name in self._inputs:
+                self._names[node] = self._inputs[node.name]
+            return []
+        if node.op == "get_attr":
+            self._names[node] = self._bind(identifier(str(node.target)), operator.attrgetter(str(node.target))(self.gm))
+            return []
+        if node.op == "call_module":
+            return [*self._segment(node), *self._deletions(node)]
+        if node.op == "output":
+            return [f"return ({''.join(f'{self._output(i, value)}, ' for i, value in enumerate(node.args[0]))})"]
+        if node.target in self._operations:
+            return [f"{self._bind(node.name, self._operations[node.target](*node.args))}()"]
+        assert node.target is operator.getitem, f"{node.format_node()} at the top level"
+        return []
+
+    def _segment(self, node: fx.Node) -> list[str]:
+        segment = str(node.target)
+        results = {int(user.args[1]): user for user in node.users if user.target is operator.getitem}
+        count = len(self.gm.get_submodule(segment).graph.output_node().args[0])
+        for index, user in results.items():
+            self._names[user] = _result_name(user)
+        targets = "".join(f"{self._names[results[i]] if i in results else '_'}, " for i in range(count))
+        arguments = ", ".join(self._argument(a, segment) for a in node.args)
+        return [f"{targets}= {segment}({arguments})" if results else f"{segment}({arguments})"]
+
+    def _argument(self, value: Any, segment: str) -> str:
+        if not isinstance(value, fx.Node):
+            return repr(value)
+        if value in self._names and value.name not in self._weights:
+            return self._names[value]
+        name, view = self._weight(value.name, segment)
+        return self._bind(name, view)
+
+    def _deletions(self, node: fx.Node) -> list[str]:
+        """Drop every value whose last reader this was, so that its memory is free for the next segment."""
+        dead = [self._names[used] for used in node.all_input_nodes if used.target is operator.getitem and self._last_reader[used] is node]
+        return [f"del {', '.join(dead)}"] if dead else []
+
+    def _output(self, index: int, value: Any) -> str:
+        if not isinstance(value, fx.Node):
+            return repr(value)
+        text = self._names[value]
+        if value.op == "placeholder" and index in self._output_weights:
+            return f"{text}.to({str(self._device)!r}, copy=True)"
+        # The arena is overwritten by later forwards, so a view of a weight leaves as a copy.
+        return f"{text}.clone()" if index in self._output_weights else text
+
+
+def _result_name(item: fx.Node) -> str:
+    """`blocks_0_out1` for item 1 of what segment `blocks_0` returns."""
+    segment, index = item.args
+    return f"{segment.target}_out{index}"

@@ -1,0 +1,59 @@
+"""Machine: the constants of one computer that turn bytes and operations into milliseconds.
+
+    copy_ms    = copy_latency_ms + nbytes / link
+    compute_ms = launch_ms + max(flops / rate(dtype), touched bytes / memory bandwidth)
+
+`calibrate.measure` fits them on the device in under a second; `Machine.nominal` has round figures for planning without one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+_BYTES_PER_MS = 1e6  # of one GB/s
+_FLOPS_PER_MS = 1e9  # of one TFLOP/s
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Rates as sustained, not as advertised. `tflop_s` by dtype name; a dtype that is not there runs at the slowest rate."""
+
+    name: str
+    link_gb_s: float
+    copy_latency_ms: float
+    memory_gb_s: float
+    launch_ms: float
+    tflop_s: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def nominal(cls, name: str = "nominal") -> Machine:
+        """A round PCIe 4 accelerator."""
+        return cls(name, 25.0, 0.01, 1000.0, 0.005, (("bfloat16", 100.0), ("float16", 100.0), ("float32", 20.0)))
+
+    @property
+    def link_bytes_per_ms(self) -> float:
+        return self.link_gb_s * _BYTES_PER_MS
+
+    def copy_ms(self, nbytes: float) -> float:
+        return self.copy_latency_ms + nbytes / self.link_bytes_per_ms
+
+    def compute_ms(self, flops: float, touched_nbytes: float, dtype: str) -> float:
+        rates = dict(self.tflop_s)
+        rate = rates.get(dtype, min(rates.values()))
+        return self.launch_ms + max(flops / (rate * _FLOPS_PER_MS), touched_nbytes / (self.memory_gb_s * _BYTES_PER_MS))
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Machine:
+        data = json.loads(path.read_text())
+        return cls(**{**data, "tflop_s": tuple((str(k), float(v)) for k, v in data["tflop_s"])})
+
+    def __str__(self) -> str:
+        rates = "  ".join(f"{dtype} {rate:.0f} TFLOP/s" for dtype, rate in self.tflop_s)
+        return f"machine  {self.name}  link {self.link_gb_s:.1f} GB/s  memory {self.memory_gb_s:.0f} GB/s  {rates}"

@@ -1,0 +1,29 @@
+"""Dynamo's spellings of a module path, brought to the dotted names that `named_parameters` uses."""
+
+from __future__ import annotations
+
+import re
+
+_HEAD = re.compile(r"^[LG]\['\w+'\](?:\[0\])?")
+_STEP = re.compile(
+    r"\.__dict__\['_(?:modules|parameters|buffers)'\]"
+    r"|\._(?:modules|parameters|buffers)\b"
+    r"|\.(?P<attr>\w+)"
+    r"|\[(?P<quote>['\"]?)(?P<key>[^\]]*?)(?P=quote)\]"
+)
+
+
+def dotted_name(path: str) -> str:
+    """`L['self']._modules['blocks']._modules['0']._parameters['w']` -> `blocks.0.w`; the root itself is ``""``."""
+    head = _HEAD.match(path)
+    rest = path[head.end() :] if head is not None else path if path.startswith((".", "[")) else f".{path}"
+    steps = [step["attr"] or step["key"] for step in _STEP.finditer(rest) if step["attr"] or step["key"]]
+    if steps[:1] == ["_orig_mod"]:
+        del steps[0]
+    return ".".join(steps)
+
+
+def identifier(name: str) -> str:
+    """A Python identifier for a dotted name: `blocks.3:1` -> `blocks_3_1`."""
+    text = re.sub(r"\W", "_", name)
+    return text if text and not text[0].isdigit() else f"_{text}"

@@ -1,0 +1,54 @@
+"""Which module a compiled graph belongs to.
+
+Dynamo hands a backend a graph and tensors, but no module, and calls a compiled function with tensors of whatever module runs: two
+models of one class share it, and with a graph break one function serves every block. The host store, the arena and the
+budget belong to the model that the user compiled, so it is found where it is certain: on the Python stack of the call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+
+
+def owner_of(weight: torch.Tensor) -> torch.nn.Module | None:
+    """The compiled module around this call that has `weight`, or the outermost running module that has it, or None."""
+    outermost = None
+    for module in _running_modules():
+        compiled = isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+        root = module._orig_mod if isinstance(module, OptimizedModule) else module
+        if any(tensor is weight for tensor in _tensors(root)):
+            if compiled:
+                return root
+            outermost = root
+    return outermost
+
+
+def tensor_names(root: torch.nn.Module | None) -> dict[int, str]:
+    """Qualified names of a module's parameters and buffers by `id`; of a tied tensor, the first of its names."""
+    names: dict[int, str] = {}
+    if root is not None:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            names.setdefault(id(tensor), name)
+    return names
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _running_modules() -> Iterator[torch.nn.Module]:
+    """Modules that are `self` of a frame on the stack, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            candidate = frame.f_locals.get("self")
+            if isinstance(candidate, torch.nn.Module):
+                yield candidate
+        frame = frame.f_back

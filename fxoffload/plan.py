@@ -1,0 +1,146 @@
+"""The plan: where every bucket lives on the device, and when it moves. Pure data, no torch.
+
+A forward runs the segments `0 .. n-1` in order, again and again. The plan is cyclic: it says what happens
+around each segment of *one* forward, and the next forward begins in the state in which this one ended.
+
+At segment `i` the runtime does, in this order:
+
+1. issue every prefetch with `prefetch_before == i` (in the order of `Plan.prefetches_before`),
+2. wait for every load with `wait_before == i`,
+3. launch segment `i`,
+4. evict every load with `evict_after == i`.
+
+A load whose `prefetch_before` lies after its `wait_before` is issued by the forward *before* the one that uses it
+(wrap-around); so a load is live, in cyclic segment time, from `prefetch_before` through `evict_after`. Two live loads,
+or a load and a resident bucket, never share a byte of the arena.
+
+A prefetch overwrites bytes that an earlier load used: `after` names the load whose eviction it waits for, the latest one
+that touches its bytes. Compute runs in order, so waiting for the latest is waiting for all. A load whose bytes no other load
+uses waits for its own eviction, by the forward before: `after` is then its own name. `after` always means the eviction that
+the host issued last, in this forward or else in the one before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PLAN_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A bucket that stays in the arena for good, at `[offset, offset + nbytes)` bytes."""
+
+    bucket: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One copy of a streamed bucket into the arena, once a forward.
+
+    `name` is the bucket's name, or `bucket#k` for the k-th of several loads of one bucket in a forward.
+    `uses` are the segment indices that read this copy, ascending; `wait_before == uses[0]`, `evict_after == uses[-1]`.
+    """
+
+    name: str
+    bucket: str
+    offset: int
+    nbytes: int
+    uses: tuple[int, ...]
+    prefetch_before: int
+    after: str | None
+
+    @property
+    def wait_before(self) -> int:
+        return self.uses[0]
+
+    @property
+    def evict_after(self) -> int:
+        return self.uses[-1]
+
+    @property
+    def wraps(self) -> bool:
+        """Issued by the forward before the one that uses it: present, or on its way, at the start of a forward."""
+        return self.prefetch_before > self.wait_before
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A cyclic schedule for one graph. All sizes in bytes, all times in milliseconds."""
+
+    segments: tuple[str, ...]
+    residents: tuple[Resident, ...]
+    loads: tuple[Load, ...]
+    """In order of first use."""
+    arena_nbytes: int
+    """One allocation on the device: residents and staging."""
+    activation_nbytes: int
+    """Everything on the device that is not in the arena, at its peak."""
+    budget_nbytes: int
+    async_transfer: bool
+    compute_ms: float
+    """Predicted time of one forward with everything resident."""
+    step_ms: float
+    """Predicted time of one forward in steady state."""
+    bound_ms: float
+    """No schedule under this budget can be faster (`timeline.windowed_bound`)."""
+
+    @property
+    def peak_nbytes(self) -> int:
+        return self.arena_nbytes + self.activation_nbytes
+
+    @property
+    def stall_ms(self) -> float:
+        return self.step_ms - self.compute_ms
+
+    @property
+    def resident_nbytes(self) -> int:
+        return sum(r.nbytes for r in self.residents)
+
+    @property
+    def streamed_nbytes(self) -> int:
+        """Bytes copied to the device in one forward."""
+        return sum(load.nbytes for load in self.loads)
+
+    def prefetches_before(self, segment: int) -> tuple[Load, ...]:
+        """Loads issued right before `segment`, the one that is needed soonest first; of one segment's, in the order of `loads`."""
+        n = len(self.segments)
+        here = [load for load in self.loads if load.prefetch_before == segment]
+        return tuple(sorted(here, key=lambda load: (load.wait_before - segment) % n))
+
+    def live_at_start(self) -> tuple[Load, ...]:
+        """Loads that a forward finds already issued, in the order in which the forward before issued them."""
+        n = len(self.segments)
+        wrapping = [load for load in self.loads if load.wraps]
+        return tuple(sorted(wrapping, key=lambda load: (load.prefetch_before, (load.wait_before - load.prefetch_before) % n)))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; `Plan.load` reads it back equal."""
+        Path(path).write_text(json.dumps({"format": PLAN_FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote. Raises ValueError for another format."""
+        data: dict[str, Any] = json.loads(Path(path).read_text())
+        found = data.pop("format", None)
+        if found != PLAN_FORMAT:
+            raise ValueError(f"plan file {path}: format {found}, this version reads {PLAN_FORMAT}; plan the model again")
+        return cls(
+            **{
+                **data,
+                "segments": tuple(data["segments"]),
+                "residents": tuple(Resident(**r) for r in data["residents"]),
+                "loads": tuple(Load(**{**load, "uses": tuple(load["uses"])}) for load in data["loads"]),
+            }
+        )
+
+    def __str__(self) -> str:
+        from fxoffload.show import plan_table
+
+        return plan_table(self)

@@ -1,0 +1,228 @@
+"""The planner: costs, a budget and knobs in, a `Plan` out. Deterministic, pure Python, well under a second for 250 buckets.
+
+    weight memory M = budget - activations = residents + staging, one arena
+    everything fits in M               all resident, nothing streams
+    else                               choose residents (`residency`), place the loads in the staging area (`offsets`),
+                                       issue each prefetch as early as its bytes are free, in the order of need
+
+The smallest budget that works streams all that may be streamed, through a staging area that holds one segment's weights:
+
+    smallest = activations + sum(must stay) + max over segments of sum(streamed bytes that it reads)
+
+Explicit knobs are met exactly: `persistent_buckets` and `persistent_bins` name the residents (`persistent_indices`), `transfer_buckets`,
+`prefetch_limit` and `max_inflight_prefetch_bytes` limit the loads whose first use has not begun. A load is issued before segment `p` with
+
+    p >= 1 + the last segment that reads bytes which it overwrites
+    p >= first use of the load `transfer_buckets` places before it, and so for the bytes
+    p >= p of the load needed before it (the copy engine works in the order of issue)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+from fxoffload.cost import Costs
+from fxoffload.errors import BudgetError
+from fxoffload.plan import Load, Plan, Resident
+from fxoffload.residency import Layout, choose, choose_fixed, choose_unoverlapped
+from fxoffload.sizes import format_size, show_size
+from fxoffload.stream import ALIGN, Problem, align, earliest_positions
+from fxoffload.timeline import simulate, windowed_bound
+
+PREFETCH_LIMIT = 8
+_EFFORT = 60_000
+"""Loads to simulate in the local search, over all its trials."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What the user fixed; None and the defaults leave it to the planner. See the settings of the same names."""
+
+    transfer_buckets: int | None = None
+    persistent_buckets: int | None = None
+    persistent_bins: int | None = None
+    prefetch_limit: bool = False
+    max_inflight_prefetch_bytes: int | None = None
+    async_transfer: bool = True
+
+    @property
+    def look_ahead(self) -> int | None:
+        """The most loads that may be issued before their first use begins; None: as many as fit."""
+        if not self.prefetch_limit:
+            return self.transfer_buckets
+        if self.transfer_buckets is None:
+            return PREFETCH_LIMIT
+        return min(self.transfer_buckets, 4 * self.transfer_buckets, PREFETCH_LIMIT)
+
+
+def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> Plan:  # noqa: B008
+    """The fastest schedule found that stays within `budget_nbytes`.
+
+    `activation_nbytes`: device bytes outside the arena; default: the largest of the segments. Raises BudgetError, with the smallest
+    budget that works.
+    """
+    activations = _activations(costs, activation_nbytes)
+    problem = _problem(costs, knobs)
+    _check_budget(costs, problem, knobs, budget_nbytes, activations)
+    weight_nbytes = (budget_nbytes - activations) // ALIGN * ALIGN
+    layout = _choose(problem, knobs, weight_nbytes)
+    assert layout is not None, (budget_nbytes, activations, knobs)
+    plan = Plan(
+        segments=tuple(segment.name for segment in costs.segments),
+        residents=_residents(costs, problem, layout),
+        loads=_loads(costs, problem, layout, knobs),
+        arena_nbytes=problem.size(layout.residents) + align(layout.staging_nbytes),
+        activation_nbytes=activations,
+        budget_nbytes=budget_nbytes,
+        async_transfer=knobs.async_transfer,
+        compute_ms=problem.total_ms,
+        step_ms=problem.total_ms,
+        bound_ms=windowed_bound(costs, weight_nbytes),
+    )
+    return dataclasses.replace(plan, step_ms=simulate(plan, costs).step_ms)
+
+
+def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> int:  # noqa: B008
+    """The least budget (bytes) for which `make_plan` finds a plan."""
+    problem = _problem(costs, knobs)
+    residents = _must_stay(problem, knobs)
+    return _activations(costs, activation_nbytes) + problem.size(residents) + max(problem.needed_nbytes(residents), default=0)
+
+
+def persistent_indices(n: int, persistent: int, bins: int) -> frozenset[int]:
+    """Which of `n` buckets stay when `persistent` of them are spread over `bins` ranges.
+
+    E = min(persistent, n) places are dealt to B = min(max(bins, 1), E, n) bins, one a bin, round robin, full bins skipped. Bin i
+    starts at floor(i * n / B) and keeps its prefix.
+    """
+    places = min(persistent, n)
+    count = min(max(bins, 1), places, n)
+    if count < 1:
+        return frozenset()
+    starts = [i * n // count for i in range(count + 1)]
+    sizes = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    dealt = [0] * count
+    while places:
+        for i in range(count):
+            if places and dealt[i] < sizes[i]:
+                dealt[i] += 1
+                places -= 1
+    return frozenset(start + k for start, take in zip(starts, dealt, strict=False) for k in range(take))
+
+
+def _activations(costs: Costs, activation_nbytes: int | None) -> int:
+    if activation_nbytes is not None:
+        return activation_nbytes
+    return max((segment.activation_nbytes for segment in costs.segments), default=0)
+
+
+def _problem(costs: Costs, knobs: Knobs) -> Problem:
+    return Problem(costs, ahead=knobs.look_ahead, ahead_nbytes=knobs.max_inflight_prefetch_bytes, overlap=knobs.async_transfer)
+
+
+def _must_stay(problem: Problem, knobs: Knobs) -> frozenset[int]:
+    if knobs.persistent_buckets is None:
+        return problem.kept
+    return problem.kept | persistent_indices(len(problem.nbytes), knobs.persistent_buckets, knobs.persistent_bins or 1)
+
+
+def _check_budget(costs: Costs, problem: Problem, knobs: Knobs, budget_nbytes: int, activations: int) -> None:
+    residents = _must_stay(problem, knobs)
+    needed = problem.needed_nbytes(residents)
+    most = max(needed, default=0)
+    smallest = activations + problem.size(residents) + most
+    if budget_nbytes >= smallest:
+        return
+    parts = [f"{show_size(activations)} of activations"]
+    if residents:
+        setting = "" if knobs.persistent_buckets is None else f", persistent_buckets={knobs.persistent_buckets}"
+        parts.append(f"{show_size(problem.size(residents))} that must stay resident ({len(residents)} buckets{setting})")
+    what = "the weights that must stay"
+    if most:
+        segment = needed.index(most)
+        readers = [bucket.name for b, bucket in enumerate(costs.buckets) if segment in bucket.uses and b not in residents]
+        what = readers[0] if len(readers) == 1 else f"segment {costs.segments[segment].name} with its {len(readers)} buckets"
+        parts.append(f"{show_size(most)} of weights at once")
+    advice = f"raise the budget to at least {format_size(smallest)}"
+    if knobs.persistent_buckets:
+        advice += ", or keep fewer persistent_buckets"
+    raise BudgetError(
+        f"planner: budget {show_size(budget_nbytes)}: {what} alone needs {show_size(smallest)} ({' + '.join(parts)}); {advice}", smallest
+    )
+
+
+def _choose(problem: Problem, knobs: Knobs, weight_nbytes: int) -> Layout | None:
+    everything = frozenset(range(len(problem.nbytes)))
+    if knobs.persistent_buckets is not None:
+        return choose_fixed(problem, weight_nbytes, _must_stay(problem, knobs))
+    if problem.size(everything) <= weight_nbytes:
+        return choose_fixed(problem, weight_nbytes, everything)
+    if knobs.persistent_bins is not None:
+        return _choose_count(problem, knobs.persistent_bins, weight_nbytes)
+    if not knobs.async_transfer:
+        return choose_unoverlapped(problem, weight_nbytes, problem.kept)
+    effort = _EFFORT // max(len(problem.nbytes), 1)
+    return choose(problem, weight_nbytes, problem.kept, min(effort, 2000))
+
+
+def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | None:
+    """Bins are given, the number of persistent buckets is not: the best of all counts that fit."""
+    best: Layout | None = None
+    for count in range(len(problem.nbytes) + 1):
+        residents = problem.kept | persistent_indices(len(problem.nbytes), count, bins)
+        if problem.size(residents) + max(problem.needed_nbytes(residents)) > weight_nbytes:
+            continue
+        found = choose_fixed(problem, weight_nbytes, residents)
+        if best is None or (found is not None and found.score < best.score):
+            best = found
+    return best
+
+
+def _residents(costs: Costs, problem: Problem, layout: Layout) -> tuple[Resident, ...]:
+    residents: list[Resident] = []
+    offset = 0
+    for b in sorted(layout.residents):
+        residents.append(Resident(costs.buckets[b].name, offset, costs.buckets[b].nbytes))
+        offset += problem.nbytes[b]
+    return tuple(residents)
+
+
+def _loads(costs: Costs, problem: Problem, layout: Layout, knobs: Knobs) -> tuple[Load, ...]:
+    stream = layout.stream
+    staging = problem.size(layout.residents)
+    parts = Counter(stream.bucket)
+    part: Counter[int] = Counter()
+    names: list[str] = []
+    for b in stream.bucket:
+        names.append(f"{costs.buckets[b].name}#{part[b]}" if parts[b] > 1 else costs.buckets[b].name)
+        part[b] += 1
+    issued = [first % problem.n for first in _positions(problem, layout, knobs)]
+    return tuple(
+        Load(
+            name=names[j],
+            bucket=costs.buckets[b].name,
+            offset=staging + layout.offsets[j],
+            nbytes=costs.buckets[b].nbytes,
+            uses=stream.uses[j],
+            prefetch_before=issued[j],
+            after=names[layout.latest[j][1]],
+        )
+        for j, b in enumerate(stream.bucket)
+    )
+
+
+def _positions(problem: Problem, layout: Layout, knobs: Knobs) -> list[int]:
+    """Where each load is issued: a segment index, less the number of segments for the forward before."""
+    stream, n = layout.stream, problem.n
+    if not knobs.async_transfer:
+        return stream.first
+    positions = [stream.last[a] - back * n + 1 for back, a in layout.latest]
+    limits = earliest_positions(problem, stream)
+    if limits is not None:
+        positions = [max(pair) for pair in zip(positions, limits, strict=True)]
+    before = max(positions, default=0) - n
+    for j, position in enumerate(positions):
+        before = positions[j] = max(position, before)
+    return positions

@@ -1,0 +1,49 @@
+"""What one Dynamo graph compiles to: its stages, and its segments as programs. It knows no tensors; `binding` adds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload.blocks import Blocks
+from fxoffload.buckets import Buckets
+from fxoffload.config import OffloadConfig
+from fxoffload.facts import Facts
+from fxoffload.machine import Machine
+from fxoffload.price import SegmentPrice
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One compiled graph. `weight_positions` and `inputs` say which arguments of a call are weights and which are passed on.
+
+    `inputs` maps (position, placeholder) to a parameter name of the generated function.
+    """
+
+    facts: Facts
+    blocks: Blocks
+    buckets: Buckets
+    prices: tuple[SegmentPrice, ...]
+    machine: Machine
+    top: fx.GraphModule
+    programs: dict[str, Callable[..., Any]]
+    distinct: int
+    config: OffloadConfig
+    onload: torch.device
+    weight_positions: tuple[int, ...]
+    inputs: tuple[tuple[int, str, str], ...]
+    seconds: tuple[tuple[str, float], ...]
+    """How long each stage took."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(stage) for stage in (self.machine, self.facts, self.blocks, self.buckets))
+
+
+def input_names(placeholders: list[str]) -> list[str]:
+    """Parameter names for placeholders: `L_hidden_states_` -> `hidden_states`, where that leaves them distinct."""
+    short = [name.removeprefix("L_").strip("_") or name for name in placeholders]
+    return [s if short.count(s) == 1 and s.isidentifier() else p for s, p in zip(short, placeholders, strict=True)]

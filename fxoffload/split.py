@@ -1,0 +1,128 @@
+"""The traced graph as a top level of segments, and which segments are equal.
+
+`torch.fx.passes.split_module` does the cutting. Equal blocks must come out as equal segments, so outputs are tuples in the
+order in which they are produced (their consumers differ from block to block), and the key of a segment covers its ops,
+constants and the layout of its inputs, but no names and no storage offsets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.passes.split_module import split_module
+
+from fxoffload.blocks import Blocks
+
+
+def split_graph(gm: fx.GraphModule, blocks: Blocks) -> fx.GraphModule:
+    """A graph module whose children are the segments, called in order under their identifiers; every child returns a tuple."""
+    segment_of = {name: i for i, s in enumerate(blocks.segments) for name in s.nodes}
+    top = split_module(gm, gm, lambda node: segment_of[node.name], keep_original_order=True)
+    for node in list(top.graph.nodes):
+        if node.op != "call_module":
+            continue
+        child = top.get_submodule(node.target)
+        _return_tuple(top, node, child)
+        _order_outputs(node, child)
+    _name_segments(top, blocks)
+    top.graph.lint()
+    top.recompile()
+    return top
+
+
+def _name_segments(top: fx.GraphModule, blocks: Blocks) -> None:
+    for node in top.graph.find_nodes(op="call_module"):
+        child = top.get_submodule(node.target)
+        name = blocks.segments[int(node.target.removeprefix("submod_"))].identifier
+        top.delete_submodule(node.target)
+        top.add_submodule(name, child)
+        node.target = name
+        node.name = name
+
+
+def _return_tuple(top: fx.GraphModule, node: fx.Node, child: fx.GraphModule) -> None:
+    """`split_module` returns a lone output bare; AOTAutograd wants a tuple."""
+    output = child.graph.output_node()
+    if isinstance(output.args[0], (tuple, list)):
+        return
+    output.args = ((output.args[0],),)
+    child.recompile()
+    with top.graph.inserting_after(node):
+        item = top.graph.call_function(operator.getitem, (node, 0))
+    item.meta = dict(node.meta)
+    node.replace_all_uses_with(item, delete_user_cb=lambda user: user is not item)
+
+
+def _order_outputs(node: fx.Node, child: fx.GraphModule) -> None:
+    position = {n: i for i, n in enumerate(child.graph.nodes)}
+    output = child.graph.output_node()
+    old: list[Any] = list(output.args[0])
+    order = sorted(range(len(old)), key=lambda i: position.get(old[i], -1))
+    if order == list(range(len(old))):
+        return
+    output.args = (tuple(old[i] for i in order),)
+    child.recompile()
+    new_index = {before: after for after, before in enumerate(order)}
+    for user in list(node.users):
+        user.args = (node, new_index[user.args[1]])
+
+
+def segment_inputs(child: fx.GraphModule) -> list[Any]:
+    """The fake inputs that a segment was traced with."""
+    return [n.meta["val"] for n in child.graph.find_nodes(op="placeholder")]
+
+
+def segment_key(child: fx.GraphModule) -> str:
+    """Equal for two segments exactly when one compiled program serves both."""
+    index: dict[fx.Node, int] = {}
+    digest = hashlib.sha256()
+    storages: dict[int, int] = {}
+    for k, node in enumerate(child.graph.nodes):
+        index[node] = k
+        if node.op == "placeholder":
+            item: tuple[Any, ...] = ("in", _value_key(node.meta["val"], storages))
+        elif node.op == "get_attr":
+            item = ("attr", _attribute_key(_attribute(child, node.target)))
+        else:
+            item = (node.op, _target_key(node.target), repr(_numbered(node.args, index)), repr(_numbered(node.kwargs, index)))
+        digest.update(repr(item).encode())
+    return digest.hexdigest()
+
+
+def _numbered(args: Any, index: dict[fx.Node, int]) -> Any:
+    return fx.map_arg(args, lambda n: f"%{index[n]}")
+
+
+def _target_key(target: Any) -> str:
+    return target if isinstance(target, str) else f"{torch.typename(target)}.{getattr(target, '__qualname__', target)}"
+
+
+def _attribute(child: fx.GraphModule, target: str) -> Any:
+    return operator.attrgetter(target)(child)
+
+
+def _value_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor):
+        return (repr(value),)
+    # Inputs that share a storage may alias when one is written: the pattern of sharing belongs to the key.
+    shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+    layout = (str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride())))
+    return (*layout, value.requires_grad, type(value).__name__, shared)
+
+
+def _attribute_key(value: Any) -> Any:
+    if isinstance(value, fx.GraphModule):
+        return segment_code_key(value)
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), hashlib.sha256(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest())
+    return repr(value)
+
+
+def segment_code_key(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """Code and constants of a graph module that is an operand, as of a higher-order operator."""
+    constants = [_attribute_key(_attribute(gm, n.target)) for n in gm.graph.find_nodes(op="get_attr")]
+    return (gm.code, *constants)

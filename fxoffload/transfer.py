@@ -1,0 +1,182 @@
+"""Copies from the host store into the arena: on a copy stream of an accelerator, or on a thread when the CPU is the device.
+
+Both serve the same four calls. `prefetch` starts a copy behind all earlier ones, `wait` makes compute wait for it, `evict` says that
+the last reader is launched, and `drain` makes everything issued so far precede what is issued next. On an accelerator no call
+blocks the host.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fxoffload.arena import POISON
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since `reset`."""
+
+    nbytes_copied: int = 0
+    prefetches: int = 0
+    stalls: int = 0
+
+    def reset(self) -> None:
+        self.nbytes_copied = self.prefetches = self.stalls = 0
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one load: `host` and `device` are uint8 views of equal length; the events are the transfer's own."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    ready: Any = None
+    free: Any = None
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.host.numel()
+
+
+class Transfer(Protocol):
+    counters: Counters
+
+    def slot(self, host: torch.Tensor, device: torch.Tensor) -> Slot: ...
+    def begin(self) -> None: ...
+    def prefetch(self, slot: Slot, after: Slot | None = None) -> None: ...
+    def wait(self, slot: Slot) -> None: ...
+    def evict(self, slot: Slot) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class StreamTransfer:
+    """One copy stream, and events both ways. With `overlap` off, copies run on the compute stream itself."""
+
+    def __init__(self, device: torch.device, *, overlap: bool, poison: bool) -> None:
+        self.counters = Counters()
+        self.device = device
+        self._poison = poison
+        self._overlap = overlap
+        self._copy_stream = torch.Stream(device=device) if overlap else torch.accelerator.current_stream(device)
+        self._compute_stream = torch.accelerator.current_stream(device)
+
+    def slot(self, host: torch.Tensor, device: torch.Tensor) -> Slot:
+        return Slot(host, device, ready=torch.Event(self.device), free=torch.Event(self.device))
+
+    def begin(self) -> None:
+        """A forward begins on the stream that is current now."""
+        self._compute_stream = torch.accelerator.current_stream(self.device)
+        if not self._overlap:
+            self._copy_stream = self._compute_stream
+
+    def prefetch(self, slot: Slot, after: Slot | None = None) -> None:
+        stream = self._copy_stream
+        if after is not None:
+            stream.wait_event(after.free)
+        with stream:
+            slot.device.copy_(slot.host, non_blocking=True)
+        slot.ready.record(stream)
+        self.counters.prefetches += 1
+        self.counters.nbytes_copied += slot.nbytes
+
+    def wait(self, slot: Slot) -> None:
+        self.counters.stalls += not slot.ready.query()
+        self._compute_stream.wait_event(slot.ready)
+
+    def evict(self, slot: Slot) -> None:
+        if self._poison:
+            slot.device.fill_(POISON)
+        slot.free.record(self._compute_stream)
+
+    def drain(self) -> None:
+        """Copies issued from here on wait for all compute launched so far, on the current stream."""
+        event = torch.Event(self.device)
+        event.record(self._compute_stream)
+        self._copy_stream.wait_event(event)
+
+    def close(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+
+class ThreadTransfer:
+    """The CPU as a device: copies on a background thread, in order; compute runs on the calling thread.
+
+    `delay_s` makes every copy late by that much, so that a missing wait reads poison. Evicted bytes are always poisoned.
+    """
+
+    def __init__(self, *, overlap: bool) -> None:
+        self.counters = Counters()
+        self.delay_s = 0.0
+        self._overlap = overlap
+        self._jobs: queue.SimpleQueue[Slot | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def slot(self, host: torch.Tensor, device: torch.Tensor) -> Slot:
+        return Slot(host, device, ready=threading.Event())
+
+    def begin(self) -> None:
+        pass
+
+    def prefetch(self, slot: Slot, after: Slot | None = None) -> None:
+        """`after` needs no waiting here: its eviction has happened on this very thread."""
+        slot.ready.clear()
+        self.counters.prefetches += 1
+        self.counters.nbytes_copied += slot.nbytes
+        if self._overlap:
+            self._start()
+            self._jobs.put(slot)
+        else:
+            self._copy(slot)
+
+    def wait(self, slot: Slot) -> None:
+        self.counters.stalls += not slot.ready.is_set()
+        slot.ready.wait()
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+
+    def evict(self, slot: Slot) -> None:
+        slot.device.fill_(POISON)
+
+    def drain(self) -> None:
+        """Returns when no copy is under way."""
+        if self._thread is not None:
+            reached = threading.Event()
+            self._jobs.put(reached)
+            reached.wait()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fxoffload-copies", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, threading.Event):
+                job.set()
+            else:
+                self._copy(job)
+
+    def _copy(self, slot: Slot) -> None:
+        try:
+            if self.delay_s:
+                time.sleep(self.delay_s)
+            slot.device.copy_(slot.host)
+        except BaseException as error:
+            self._failed = error
+        finally:
+            slot.ready.set()

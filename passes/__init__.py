@@ -1,0 +1,67 @@
+"""Passes: a plan in, a changed graph out. `run` is the only runner; it copies, runs, checks and dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.fx as fx
+
+from fxoffload import ops
+from fxoffload.errors import PlanError
+from fxoffload.passes.base import Pass, segment_calls
+from fxoffload.passes.insert_evictions import InsertEvictions
+from fxoffload.passes.insert_prefetches import InsertPrefetches
+from fxoffload.passes.insert_waits import InsertWaits
+from fxoffload.plan import Plan
+
+__all__ = ["PIPELINE", "InsertEvictions", "InsertPrefetches", "InsertWaits", "Pass", "run"]
+
+PIPELINE: tuple[Pass, ...] = (InsertPrefetches(), InsertWaits(), InsertEvictions())
+
+
+def run(top: fx.GraphModule, plan: Plan, *, pipeline: Sequence[Pass] = PIPELINE, dump: Path | None = None) -> fx.GraphModule:
+    """Write the plan into a copy of the top level; the segments themselves are shared with `top`.
+
+    `dump`: a directory for the numbered graph after every pass. Raises PlanError when the plan is for another graph, or when
+    what the passes wrote is not what the plan says.
+    """
+    gm = fx.GraphModule(top, _copy(top.graph))
+    for number, step in enumerate(pipeline, start=1):
+        gm = step(gm, plan)
+        gm.graph.lint()
+        gm.recompile()
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / f"{number:02d}-{step.name}.txt").write_text(gm.code)
+    if tuple(pipeline) == PIPELINE:
+        _check(gm, plan)
+    return gm
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _check(gm: fx.GraphModule, plan: Plan) -> None:
+    """Every load is prefetched, waited for and evicted exactly once, each on the right side of its readers."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    calls = [order[call] for call in segment_calls(gm, plan)]
+    places: dict[tuple[str, str], list[int]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=ops.prefetch):
+        places.setdefault(("prefetch", str(node.args[0])), []).append(order[node])
+    for node in gm.graph.find_nodes(op="call_function", target=ops.wait):
+        places.setdefault(("wait", str(node.args[0])), []).append(order[node])
+    for node in gm.graph.find_nodes(op="call_function", target=ops.evict):
+        places.setdefault(("evict", str(node.args[0])), []).append(order[node])
+    for load in plan.loads:
+        found = [places.pop((op, load.name), []) for op in ("prefetch", "wait", "evict")]
+        if any(len(where) != 1 for where in found):
+            raise PlanError(f"passes: {load.name}: prefetch, wait and evict must stand once each, but stand {[len(w) for w in found]} times")
+        (prefetch,), (wait,), (evict,) = found
+        if not (wait < calls[load.wait_before] and calls[load.evict_after] < evict and (load.wraps or prefetch < wait)):
+            raise PlanError(f"passes: {load.name}: prefetch, wait and evict stand in the wrong order around its segments")
+    if places:
+        raise PlanError(f"passes: {sorted(places)[0]}: the plan has no such load")
