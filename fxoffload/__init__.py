@@ -1,6 +1,6 @@
 """fxoffload: run models whose weights do not fit on the accelerator, compiled.
 
-    model = torch.compile(model, backend="layerwise", options={"memory_budget": "8GiB"})
+model = torch.compile(model, backend="layerwise", options={"memory_budget": "8GiB"})
 """
 
 from fxoffload.api import explain, get_plan, refresh, set_memory_budget, smallest_budget, stats

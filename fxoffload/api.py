@@ -49,7 +49,9 @@ def get_plan(model: Any) -> Plan:
     """The plan of the graph that ran last."""
     bindings = bindings_of(model)
     if not bindings:
-        raise OffloadError(f"api: {type(_module(model)).__name__}: it has not run yet, and plans are made at the first call; call it once")
+        raise OffloadError(
+            f"api: {type(_module(model)).__name__}: it has not run yet, and plans are made at the first call; call it once"
+        )
     found = bindings[-1].plan
     assert found is not None
     return found

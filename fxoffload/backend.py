@@ -10,19 +10,21 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload.binding import Dispatch
 from fxoffload.blocks import find_blocks
 from fxoffload.buckets import pack_buckets
 from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger, start_logging, switches
+from fxoffload.dispatch import Dispatch
 from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
-from fxoffload.facts import Facts, read_facts
+from fxoffload.facts import Facts, is_weight, read_facts
 from fxoffload.hostalias import register_alias
 from fxoffload.lower import compile_segments
 from fxoffload.owner import owner_of, tensor_names
+from fxoffload.passes.base import copy_graph
 from fxoffload.price import price
 from fxoffload.program import Program, input_names
+from fxoffload.rows import Source, split_rows
 from fxoffload.sizes import show_size
 from fxoffload.split import split_graph
 
@@ -47,7 +49,7 @@ def layerwise(
         config = OffloadConfig.from_options(options, mode=mode)
         program = build(gm, example_inputs, config)
         dispatch = Dispatch(program)
-        dispatch.bind([example_inputs[i] for i in program.weight_positions])
+        dispatch.bind(example_inputs)
     except (OffloadError, TypeError) as error:
         if not isinstance(error, OffloadError) and not str(error).startswith("config: "):
             raise
@@ -60,14 +62,19 @@ layerwise.compiler_name = BACKEND  # type: ignore[attr-defined]  # torch.compile
 
 def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Program:
     """All stages up to compiled segments. Raises OffloadError for what cannot be offloaded."""
+    _warn_of_break(gm, example_inputs)
+    # Dynamo reads the placeholders of its graph again when it writes the call, so that graph is not ours to change.
+    gm = fx.GraphModule(gm, copy_graph(gm.graph))
     watch = _Watch()
     onload = _available(config.onload_device)
     reals = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     root = next((owner for t in reals if isinstance(t, torch.nn.Parameter) and (owner := owner_of(t)) is not None), None)
-    facts = read_facts(gm, example_inputs, onload, tensor_names(root))
-    _warn_of_break(gm, facts)
+    weights = [t for n, t in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True) if is_weight(n, t)]
+    limit_nbytes = _bucket_limit(config, sum(t.numel() * t.element_size() for t in weights))
+    inputs, sources = split_rows(gm, example_inputs, limit_nbytes, is_weight)
+    facts = read_facts(gm, inputs, onload, tensor_names(root))
     watch.lap("facts")
-    blocks = find_blocks(facts, max_segment_nbytes=_bucket_limit(config, facts))
+    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes)
     watch.lap("blocks")
     machine = machine_of(onload)
     watch.lap("machine")
@@ -77,16 +84,13 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConf
     watch.lap("split")
     programs, distinct = compile_segments(top, config)
     watch.lap("compile")
-    placeholders = [n.name for n in gm.graph.find_nodes(op="placeholder")]
-    weights = {w.placeholder for w in facts.weights}
-    returned = {n.name for n in gm.graph.output_node().all_input_nodes if n.name in weights}
-    passed = [(i, p) for i, p in enumerate(placeholders) if p not in weights or p in returned]
-    names = input_names([p for _, p in passed])
+    passed, weight_sources = _arguments(gm, facts, sources)
+    rows = frozenset(w.placeholder for w, source in zip(facts.weights, weight_sources, strict=True) if source.rows is not None)
     logger.info("backend: %d segments, %d distinct", len(blocks.segments), distinct)
     return Program(
         facts=facts,
         blocks=blocks,
-        buckets=pack_buckets(facts, blocks),
+        buckets=pack_buckets(facts, blocks, rows),
         prices=prices,
         machine=machine,
         top=top,
@@ -94,10 +98,23 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConf
         distinct=distinct,
         config=config,
         onload=onload,
-        weight_positions=tuple(i for i, p in enumerate(placeholders) if p in weights),
-        inputs=tuple((i, p, name) for (i, p), name in zip(passed, names, strict=True)),
+        weight_positions=tuple(dict.fromkeys(source.position for source in weight_sources)),
+        sources=weight_sources,
+        inputs=passed,
         seconds=tuple(watch.laps),
     )
+
+
+def _arguments(
+    gm: fx.GraphModule, facts: Facts, sources: Sequence[Source]
+) -> tuple[tuple[tuple[int, str, str], ...], tuple[Source, ...]]:
+    """What is passed on to the top level, as (position, placeholder, parameter name), and the sources of the weights."""
+    weights = {w.placeholder for w in facts.weights}
+    returned = {n.name for n in gm.graph.output_node().all_input_nodes}
+    source_of = {n.name: source for n, source in zip(gm.graph.find_nodes(op="placeholder"), sources, strict=True)}
+    passed = [p for p in source_of if p not in weights or p in returned]
+    named = zip(passed, input_names(passed), strict=True)
+    return tuple((source_of[p].position, p, name) for p, name in named), tuple(source_of[w.placeholder] for w in facts.weights)
 
 
 class _Watch:
@@ -127,7 +144,9 @@ def _available(device: torch.device) -> torch.device:
     current = torch.accelerator.current_accelerator(check_available=True)
     if current is None or current.type != device.type:
         there = "no accelerator" if current is None else f"{current.type!r}"
-        raise ConfigError(f"backend: onload_device: {str(device)!r} is not available, this machine has {there}; pass onload_device='cpu' to run here")
+        raise ConfigError(
+            f"backend: onload_device: {str(device)!r} is not available, this machine has {there}; pass onload_device='cpu' to run here"
+        )
     return torch.device(device.type, torch.accelerator.current_device_index() if device.index is None else device.index)
 
 
@@ -140,15 +159,14 @@ def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
         return torch.device("cpu")
 
 
-def _bucket_limit(config: OffloadConfig, facts: Facts) -> int:
+def _bucket_limit(config: OffloadConfig, total_nbytes: int) -> int:
     """A twelfth of the weights, in 4 to 112 MiB: copies of some MiB already run at the speed of the link, and less is held back."""
     if config.max_bucket_bytes != "auto":
         return config.max_bucket_bytes
-    total = sum(w.nbytes for w in facts.weights)
-    return max(_LEAST_BUCKET_NBYTES, min(_LARGEST_BUCKET_NBYTES, total // _PIECES))
+    return max(_LEAST_BUCKET_NBYTES, min(_LARGEST_BUCKET_NBYTES, total_nbytes // _PIECES))
 
 
-def _warn_of_break(gm: fx.GraphModule, facts: Facts) -> None:
+def _warn_of_break(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """One warning a place where Dynamo broke the graph."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
@@ -159,7 +177,7 @@ def _warn_of_break(gm: fx.GraphModule, facts: Facts) -> None:
         return
     _warned_breaks.add(where)
     cause = str(reason.reason).strip().splitlines()[0]
-    nbytes = sum(w.nbytes for w in facts.weights)
+    nbytes = sum(t.numel() * t.element_size() for t in example_inputs if isinstance(t, torch.nn.Parameter))
     warnings.warn(
         f"backend: graph break at {where} ({cause}): the graphs on both sides are planned apart, so nothing is prefetched across the break and "
         f"the {show_size(nbytes)} of weights before it are copied again at every call; remove the break (fullgraph=True finds it)",

@@ -11,8 +11,7 @@ how much memory a forward takes besides the arena, and the plan is made with tha
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,38 +19,40 @@ import torch
 from fxoffload import ops, passes
 from fxoffload.cost import BucketCost, Costs
 from fxoffload.debug import logger, switches
-from fxoffload.engine import Engine, engine_for
+from fxoffload.engine import Engine
 from fxoffload.lower import TopLevel, generate
 from fxoffload.names import identifier
-from fxoffload.owner import owner_of, tensor_names
-from fxoffload.plan import Plan
+from fxoffload.plan import Plan, Resident
 from fxoffload.planner import Knobs, make_plan, smallest_budget
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program
 from fxoffload.sizes import show_size
+from fxoffload.pack import pack_program
 from fxoffload.store import HostBucket, HostWeight, version_of
 from fxoffload.transfer import Slot
 from fxoffload.verify import check_plan
 
 _WARM, _MEASURE, _STEADY = range(3)
+_ALLOCATOR_SLACK = 32 << 20
 
 
 class Binding:
     """One program with the weights of one engine. Held by the engine; programs find it weakly."""
 
-    def __init__(self, program: Program, engine: Engine, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    def __init__(self, program: Program, engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
+        """`tensors` and `names` (qualified names) of the weights by their position among a call's arguments."""
         self.program = program
         self.engine = engine
-        self.ids = tuple(map(id, tensors))
-        self._weights: dict[str, HostWeight] = _pack(program, engine, tensors, names)
-        ordered = [self._weights.get(program.facts.weights[i].placeholder) for i in range(len(tensors))]
-        self._checked = [(i, weight) for i, weight in enumerate(ordered) if weight is not None]
+        self.ids = tuple(map(id, tensors.values()))
+        self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
+        self._checked = [(i, packed) for i, tensor in tensors.items() if (packed := engine.store.find(tensor)) is not None]
         self._pointers = [tensors[i].data_ptr() for i, _ in self._checked]
         self._versions = [version_of(tensors[i]) for i, _ in self._checked]
-        self._mutated = [self._weights[w.placeholder] for w in program.facts.weights if w.mutated and w.placeholder in self._weights]
+        facts = program.facts.weights
+        self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._empty = {
-            w.placeholder: torch.empty_strided(w.shape, w.stride, dtype=t.dtype, device=program.onload)
-            for w, t in zip(program.facts.weights, tensors, strict=True)
+            w.placeholder: torch.empty_strided(w.shape, w.stride, dtype=getattr(torch, w.dtype), device=program.onload)
+            for w in facts
             if w.placeholder not in self._weights
         }
         self.costs = self._price()
@@ -64,12 +65,13 @@ class Binding:
         self._foreign_nbytes = 0
         self.plan: Plan | None = None
         self.top: TopLevel | None = None
-        self._generation = -1
+        self._slots: dict[str, Slot] = {}
+        self._resident_slots: list[tuple[Resident, Slot]] = []
+        self._device_views: dict[HostWeight, torch.Tensor] = {}
 
     def is_stale(self) -> bool:
         """Whether one of the bound tensors is gone, or no longer the weight that it was."""
-        bound = [(self.ids[i], weight.tensor()) for i, weight in self._checked]
-        return any(tensor is None or id(tensor) != known for known, tensor in bound)
+        return any(id(packed.tensor()) not in self.ids for _, packed in self._checked)
 
     # -- plan ------------------------------------------------------------------------------------------------------
 
@@ -135,12 +137,19 @@ class Binding:
 
     def adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self.top = None
+        self.release()
         if self.engine.current is self:
             self.engine.current = None
         logger.info("%s", plan)
 
     # -- top level -------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Let go of every view of the arena."""
+        self.top = None
+        self._slots = {}
+        self._resident_slots = []
+        self._device_views = {}
 
     def _materialise(self, plan: Plan) -> TopLevel:
         """Views of the arena, slots, and the generated function."""
@@ -148,17 +157,16 @@ class Binding:
         dump = switches().dump
         gm = passes.run(self.program.top, plan, dump=dump)
         hosts = self._buckets
-        self._slots: dict[str, Slot] = {load.name: self._slot(load.bucket, load.offset, hosts) for load in plan.loads}
+        self._slots = {load.name: self._slot(load.bucket, load.offset, hosts) for load in plan.loads}
         self._resident_slots = [(r, self._slot(r.bucket, r.offset, hosts)) for r in plan.residents]
-        self._offsets = {r.bucket: r.offset for r in plan.residents}
-        self._load_offsets = {(identifier(plan.segments[i]), load.bucket): load for load in plan.loads for i in load.uses}
-        self._device_views = {w: w.device_view(arena.memory, self._offsets[w.bucket.name]) for w in self._mutated}
+        offsets = {r.bucket: r.offset for r in plan.residents}
+        self._device_views = {w: w.device_view(arena.memory, offsets[w.bucket.name]) for w in self._mutated}
         program = self.program
         top = generate(
             gm,
             programs=self._timer.wrap(program.programs) if self._timer is not None else program.programs,
             weights=frozenset(w.placeholder for w in program.facts.weights),
-            weight=self._view,
+            weight=self._viewer(plan),
             inputs={placeholder: name for _, placeholder, name in program.inputs},
             operations={ops.prefetch: self._prefetch, ops.wait: self._wait, ops.evict: self._evict},
             output_weights=frozenset(program.facts.output_weights),
@@ -167,28 +175,34 @@ class Binding:
         if dump is not None:
             (dump / "top_level.py").write_text(top.source)
             plan.save(dump / "plan.json")
-        self._generation = arena.generation
         return top
 
     def _slot(self, bucket: str, offset: int, hosts: dict[str, HostBucket]) -> Slot:
         host = hosts[bucket]
         return self.engine.transfer.slot(host.flat, self.engine.arena.memory[offset : offset + host.nbytes])
 
-    def _view(self, placeholder: str, segment: str) -> tuple[str, torch.Tensor]:
-        weight = self._weights.get(placeholder)
-        if weight is None:
-            return identifier(placeholder), self._empty[placeholder]
-        name, offset = weight.name, self._offsets.get(weight.bucket.name)
-        if offset is None:
-            load = self._load_offsets[segment, weight.bucket.name]
-            offset = load.offset
+    def _viewer(self, plan: Plan) -> Callable[[str, str], tuple[str, torch.Tensor]]:
+        """Name and view of a weight, for the segment that reads it."""
+        memory = self.engine.arena.memory
+        offsets = {r.bucket: r.offset for r in plan.residents}
+        loads = {(identifier(plan.segments[i]), load.bucket): load for load in plan.loads for i in load.uses}
+
+        def view(placeholder: str, segment: str) -> tuple[str, torch.Tensor]:
+            weight = self._weights.get(placeholder)
+            if weight is None:
+                return identifier(placeholder), self._empty[placeholder]
+            if weight.bucket.name in offsets:
+                return identifier(weight.name), weight.device_view(memory, offsets[weight.bucket.name])
+            load = loads[segment, weight.bucket.name]
             _, mark, number = load.name.partition("#")
-            name = f"{name}{mark}{number}"
-        return identifier(name), weight.device_view(self.engine.arena.memory, offset)
+            return identifier(f"{weight.name}{mark}{number}"), weight.device_view(memory, load.offset)
+
+        return view
 
     def _prefetch(self, load: str, after: str | None) -> Callable[[], None]:
-        transfer = self.engine.transfer
-        return functools.partial(transfer.prefetch, self._slots[load], self._slots[after] if after is not None else None)
+        return functools.partial(
+            self.engine.transfer.prefetch, self._slots[load], self._slots[after] if after is not None else None
+        )
 
     def _wait(self, load: str) -> Callable[[], None]:
         return functools.partial(self.engine.transfer.wait, self._slots[load])
@@ -206,8 +220,8 @@ class Binding:
             if self.plan is None:
                 self._first_plan(args)
             assert self.plan is not None
-            self._fit(self.plan)
-            if self.top is None or self._generation != engine.arena.generation:
+            engine.fit_arena(self.plan)
+            if self.top is None:
                 self.top = self._materialise(self.plan)
             engine.transfer.begin()
             engine.transfer.counters.reset()
@@ -222,24 +236,18 @@ class Binding:
 
     def _see_edits(self, args: Sequence[Any]) -> None:
         """Weights that lie elsewhere now are taken over; weights that were written to are copied again."""
-        positions = self.program.weight_positions
-        tensors = [args[positions[i]] for i, _ in self._checked]
+        tensors = [args[i] for i, _ in self._checked]
         if [t.data_ptr() for t in tensors] != self._pointers:
             moved = [k for k, t in enumerate(tensors) if t.data_ptr() != self._pointers[k]]
             self.engine.store.rebind([self._checked[k][1] for k in moved], [tensors[k] for k in moved])
             for k in moved:
-                self.engine.forget(self._checked[k][1].bucket)
+                self.engine.forget(self._checked[k][1])
         versions = [version_of(t) for t in tensors]
         if versions != self._versions:
-            for (_, weight), now, then in zip(self._checked, versions, self._versions, strict=True):
+            for (_, packed), now, then in zip(self._checked, versions, self._versions, strict=True):
                 if now != then:
-                    self.engine.forget(weight.bucket)
+                    self.engine.forget(packed)
             self._versions = versions
-
-    def _fit(self, plan: Plan) -> None:
-        spare = plan.budget_nbytes - plan.activation_nbytes
-        if not plan.arena_nbytes <= self.engine.arena.nbytes <= max(spare, plan.arena_nbytes):
-            self.engine.fit_arena(plan.arena_nbytes, max(spare, plan.arena_nbytes))
 
     def _restore(self, plan: Plan) -> None:
         """Bring the arena into the state that the plan begins with: copy what is not there."""
@@ -259,7 +267,7 @@ class Binding:
     def _finish(self, plan: Plan) -> None:
         engine = self.engine
         for weight in self._mutated:
-            weight.view.copy_(self._device_views[weight])
+            weight.whole.view.copy_(self._device_views[weight])
         engine.forwards += 1
         engine.current = self
 
@@ -291,8 +299,14 @@ class Binding:
             self._timer, self.top = None, None
         if self.program.onload.type != "cpu":
             measured = torch.accelerator.memory_reserved(self.program.onload) - self.engine.arena.nbytes - self._foreign_nbytes
-            logger.info("binding: a forward takes %s besides the arena (estimate %s)", show_size(measured), show_size(self.activation_nbytes))
-            self.engine.measured[self.program] = self.activation_nbytes = measured
+            logger.info(
+                "binding: a forward takes %s besides the arena (estimate %s)",
+                show_size(measured),
+                show_size(self.activation_nbytes),
+            )
+            # What the allocator holds comes in pieces of 20 MiB that fall otherwise at other addresses; below a few of them it tells little.
+            self.activation_nbytes = max(measured + _ALLOCATOR_SLACK, min(self.activation_nbytes, 3 * _ALLOCATOR_SLACK))
+            self.engine.measured[self.program] = self.activation_nbytes
         self.replan()
 
 
@@ -300,63 +314,3 @@ class Binding:
 def _planned(costs: Costs, budget_nbytes: int, knobs: Knobs, activation_nbytes: int) -> Plan:
     """Equal blocks behind a graph break, and weights that replace others, meet the same costs again."""
     return make_plan(costs, budget_nbytes, knobs, activation_nbytes=activation_nbytes)
-
-
-def _pack(program: Program, engine: Engine, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> dict[str, HostWeight]:
-    """Every weight that is in a bucket, by placeholder, packed into the store if it was not."""
-    store = engine.store
-    tensor_of = {w.placeholder: t for w, t in zip(program.facts.weights, tensors, strict=True)}
-    name_of = {w.placeholder: n for w, n in zip(program.facts.weights, names, strict=True)}
-    found: dict[str, HostWeight] = {}
-    for bucket in program.buckets.buckets:
-        fresh = [p for p in bucket.weights if store.find(tensor_of[p]) is None]
-        if any(tensor_of[p].numel() for p in fresh):
-            packed = store.pack(bucket.name, [(name_of[p], tensor_of[p]) for p in fresh])
-            engine.adopt(packed.weights)
-        for placeholder in bucket.weights:
-            weight = store.find(tensor_of[placeholder])
-            if weight is not None:
-                found[placeholder] = weight
-    return found
-
-
-class Dispatch:
-    """What Dynamo calls: finds the binding of the weights that came, or makes one."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self._bindings: weakref.WeakValueDictionary[tuple[int, ...], Binding] = weakref.WeakValueDictionary()
-        self._positions = program.weight_positions
-
-    def __call__(self, *args: Any) -> Any:
-        binding = self._bindings.get(tuple([id(args[i]) for i in self._positions]))
-        if binding is None:
-            binding = self.bind([args[i] for i in self._positions])
-        return binding.run(args)
-
-    def bind(self, tensors: Sequence[torch.Tensor]) -> Binding:
-        """Bind the program to these weights, in the engine of the model that they belong to."""
-        program = self.program
-        root = owner_of(tensors[0]) if tensors else None
-        engine = engine_for(tensors, root, program.config, program.onload)
-        with engine.lock:
-            known = tensor_names(root)
-            names = [known.get(id(t), w.name) for t, w in zip(tensors, program.facts.weights, strict=True)]
-            if root is not None:
-                _take_places(engine, tensors, names)
-            binding = Binding(program, engine, tensors, names)
-            engine.bindings = [b for b in engine.bindings if not b.is_stale()]
-            engine.bindings.append(binding)
-            self._bindings[binding.ids] = binding
-        return binding
-
-
-def _take_places(engine: Engine, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """A parameter that was replaced by another, or swapped with one, moves into the bytes of its name: plans stay as they are."""
-    pairs = [(engine.store.replaced(name, t), t) for name, t in zip(names, tensors, strict=True)]
-    moved = [(weight, tensor) for weight, tensor in pairs if weight is not None]
-    if moved:
-        engine.store.rebind([weight for weight, _ in moved], [tensor for _, tensor in moved])
-        engine.adopt([weight for weight, _ in moved])
-        for weight, _ in moved:
-            engine.forget(weight.bucket)

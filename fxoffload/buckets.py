@@ -1,8 +1,8 @@
 """Buckets: the weights that move together, as one flat piece of memory.
 
 A segment's bucket holds the weights that the segment is the first to read and that no other segment reads. Weights that
-several segments read (tied, a block called twice, a view used later) form buckets of their own, one for each set of segments,
-and so do the ones that the model writes, which must stay resident. Inside a bucket every weight starts at a multiple of 256 bytes.
+several segments read (tied, a block called twice, a view used later) form buckets of their own, one for each set of segments;
+so do the ones that the model writes, which must stay resident, and every run of rows of a weight that was cut. Inside a bucket every weight starts at a multiple of 256 bytes.
 """
 
 from __future__ import annotations
@@ -38,23 +38,27 @@ class Buckets:
         from fxoffload.show import table
 
         total = sum(b.nbytes for b in self.buckets)
-        rows = [(b.name, b.nbytes, len(b.weights), ",".join(map(str, b.uses)), "resident" if b.keep else "") for b in self.buckets]
-        return f"buckets  {len(self.buckets)} buckets  {total} bytes\n" + table(("bucket", "bytes", "weights", "segments", ""), rows)
+        rows = [
+            (b.name, b.nbytes, len(b.weights), ",".join(map(str, b.uses)), "resident" if b.keep else "") for b in self.buckets
+        ]
+        return f"buckets  {len(self.buckets)} buckets  {total} bytes\n" + table(
+            ("bucket", "bytes", "weights", "segments", ""), rows
+        )
 
 
-def pack_buckets(facts: Facts, blocks: Blocks) -> Buckets:
-    """Give every weight that is read to exactly one bucket, in order of first use."""
+def pack_buckets(facts: Facts, blocks: Blocks, alone: frozenset[str] = frozenset()) -> Buckets:
+    """Give every weight that is read to exactly one bucket, in order of first use; those in `alone` to one of their own."""
     weights = {w.placeholder: w for w in facts.weights}
     uses: dict[str, list[int]] = {}
     for i, segment in enumerate(blocks.segments):
         for weight in segment.weights:
             uses.setdefault(weight, []).append(i)
-    members: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    members: dict[tuple[tuple[int, ...], bool, str], list[str]] = {}
     for weight, segments in uses.items():
-        members.setdefault((tuple(segments), weights[weight].mutated), []).append(weight)
+        members.setdefault((tuple(segments), weights[weight].mutated, weight if weight in alone else ""), []).append(weight)
     buckets: list[Bucket] = []
     taken: set[str] = set()
-    for (segments, mutated), names in sorted(members.items(), key=lambda item: item[0]):
+    for (segments, mutated, _), names in sorted(members.items(), key=lambda item: item[0]):
         nbytes = sum(align(weights[name].nbytes) for name in names)
         suffix = ".state" if mutated else ".shared" if len(segments) > 1 else ""
         name = f"{blocks.segments[segments[0]].name}{suffix}"

@@ -42,23 +42,20 @@ def machine_of(device: torch.device) -> Machine:
 def cache_path(device: torch.device) -> Path:
     """`$XDG_CACHE_HOME/fxoffload/machine-<key>.json`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    driver = torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
-    key = hashlib.sha256(f"{driver}|{_driver_version(device)}|{torch.__version__}|1".encode()).hexdigest()[:16]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|1".encode()).hexdigest()[:16]
     return Path(root) / "fxoffload" / f"machine-{key}.json"
 
 
-def _driver_version(device: torch.device) -> str:
-    return str(torch._C._cuda_getDriverVersion()) if device.type == "cuda" else ""
+def _driver_version() -> str:
+    """The driver's own words where it leaves them (NVIDIA on Linux), else the toolkit that torch was built with."""
+    driver = Path("/proc/driver/nvidia/version")
+    return driver.read_text() if driver.is_file() else str(torch.version.cuda or torch.version.hip)
 
 
 def measure(device: torch.device) -> Machine:
     """Measure the constants of an accelerator now. Takes half a second and, at its peak, 512 MiB of the device."""
-    host = torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
-    there, other = (torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    copy = _ms(device, lambda: there.copy_(host, non_blocking=True))
-    small = _ms(device, lambda: there[:256].copy_(host[:256], non_blocking=True))
-    move = _ms(device, lambda: other.copy_(there))
-    del host, there, other
+    copy, small, move = _copy_ms(device)
     rates = tuple((str(dtype).removeprefix("torch."), _matrix_tflop_s(device, dtype)) for dtype in _DTYPES)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     machine = Machine(
@@ -72,6 +69,17 @@ def measure(device: torch.device) -> Machine:
     torch.accelerator.empty_cache()
     logger.info("calibrate: %s", machine)
     return machine
+
+
+def _copy_ms(device: torch.device) -> tuple[float, float, float]:
+    """Time of a large and of a tiny copy from pinned host memory, and of a large one on the device."""
+    host = torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
+    there, other = (torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return (
+        _ms(device, lambda: there.copy_(host, non_blocking=True)),
+        _ms(device, lambda: there[:256].copy_(host[:256], non_blocking=True)),
+        _ms(device, lambda: other.copy_(there)),
+    )
 
 
 def _matrix_tflop_s(device: torch.device, dtype: torch.dtype) -> float:

@@ -35,3 +35,8 @@ class Costs:
     segments: tuple[SegmentCost, ...]
     buckets: tuple[BucketCost, ...]
     link_bytes_per_ms: float
+
+    def __str__(self) -> str:
+        from fxoffload.show import costs_table
+
+        return costs_table(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxoffload.arena import Arena
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.debug import logger, switches
-from fxoffload.store import HostBucket, HostStore, HostWeight
+from fxoffload.store import HostStore, HostTensor
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
 if TYPE_CHECKING:
     from fxoffload.binding import Binding
+    from fxoffload.plan import Plan
     from fxoffload.program import Program
 
 _engine_of_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -61,7 +62,9 @@ class Engine:
         self.store = HostStore(device)
         self.arena = Arena(device)
         self.transfer: Transfer = (
-            ThreadTransfer(overlap=overlap) if device.type == "cpu" else StreamTransfer(device, overlap=overlap, poison=switches().poison)
+            ThreadTransfer(overlap=overlap)
+            if device.type == "cpu"
+            else StreamTransfer(device, overlap=overlap, poison=switches().poison)
         )
         self.budget: OffloadConfig | None = None
         """Set by `set_memory_budget`: overrides the budget of every graph of this model."""
@@ -89,16 +92,23 @@ class Engine:
             logger.info("engine: memory_budget 'auto' is %d bytes", self._auto_budget)
         return self._auto_budget
 
-    def adopt(self, weights: Sequence[HostWeight]) -> None:
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """These weights keep the engine alive, and find it."""
-        for weight in weights:
-            tensor = weight.tensor()
-            if tensor is not None:
-                _engine_of_weight[tensor] = self
+        for tensor in tensors:
+            _engine_of_weight[tensor] = self
 
-    def forget(self, bucket: HostBucket) -> None:
-        """The host bytes of a bucket changed: what the arena holds of it is stale."""
-        self.present = {offset: name for offset, name in self.present.items() if name != bucket.name}
+    def log_takeover(self, devices: Sequence[str], tensors: Iterable[torch.Tensor]) -> None:
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        logger.info(
+            "engine: weights on %s (%d bytes) moved to the host store; they come back where the budget has room",
+            ", ".join(devices),
+            nbytes,
+        )
+
+    def forget(self, packed: HostTensor) -> None:
+        """The host bytes of a tensor changed: what the arena holds of its buckets is stale."""
+        stale = {part.bucket.name for part in packed.parts}
+        self.present = {offset: name for offset, name in self.present.items() if name not in stale}
         self.current = None
 
     def refresh(self) -> None:
@@ -106,10 +116,17 @@ class Engine:
         self.present.clear()
         self.current = None
 
-    def fit_arena(self, least_nbytes: int, most_nbytes: int) -> None:
+    def fit_arena(self, plan: Plan) -> None:
+        """Make the arena as long as a plan needs, and no longer than its budget allows."""
+        most = max(plan.arena_nbytes, plan.budget_nbytes - plan.activation_nbytes)
+        if plan.arena_nbytes <= self.arena.nbytes <= most:
+            return
+        # Every view of the old arena must go, or both would be held at once.
+        for binding in self.bindings:
+            binding.release()
         self.transfer.drain()
-        if self.arena.fit(least_nbytes, most_nbytes):
-            self.refresh()
+        self.arena.allocate(plan.arena_nbytes)
+        self.refresh()
 
     def stats(self) -> Stats:
         counters = self.transfer.counters
@@ -141,7 +158,9 @@ def find_engine(tensors: Sequence[torch.Tensor]) -> Engine | None:
     return None
 
 
-def engine_for(tensors: Sequence[torch.Tensor], root: torch.nn.Module | None, config: OffloadConfig, device: torch.device) -> Engine:
+def engine_for(
+    tensors: Sequence[torch.Tensor], root: torch.nn.Module | None, config: OffloadConfig, device: torch.device
+) -> Engine:
     """The engine of the model that has these weights, made if there is none."""
     with _lock:
         engine = find_engine(tensors)

@@ -14,7 +14,7 @@ a storage, so a view of a weight counts as a use of that weight wherever it is r
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,9 @@ class Facts:
 
         rows = [(w.name, w.nbytes, w.dtype, "x".join(map(str, w.shape)), "mutated" if w.mutated else "") for w in self.weights]
         total = sum(w.nbytes for w in self.weights)
-        return f"facts  {len(self.nodes)} nodes  {len(self.weights)} weights, {total} bytes\n" + table(("weight", "bytes", "dtype", "shape", ""), rows)
+        return f"facts  {len(self.nodes)} nodes  {len(self.weights)} weights, {total} bytes\n" + table(
+            ("weight", "bytes", "dtype", "shape", ""), rows
+        )
 
 
 def _expr(size: Any) -> sympy.Expr:
@@ -158,7 +160,7 @@ def placeholder_source(node: fx.Node) -> Any:
     return grapharg.source if grapharg is not None else None
 
 
-def _is_weight(node: fx.Node, real: Any, onload: torch.device) -> bool:
+def is_weight(node: fx.Node, real: Any) -> bool:
     """Parameters and buffers wherever they lie; plain tensor attributes only when they lie on the host."""
     if not isinstance(real, torch.Tensor):
         return False
@@ -189,7 +191,7 @@ def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torc
     weights: set[str] = set()
     fakes: list[Any] = []
     for node, real in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        if _is_weight(node, real, onload):
+        if is_weight(node, real):
             _refuse(node.name, real)
             traced = node.meta["example_value"]
             with fake_mode:
@@ -234,7 +236,7 @@ def _hints(fakes: Sequence[Any]) -> tuple[tuple[sympy.Symbol, int], ...]:
     return tuple(sorted(((symbol, int(value)) for symbol, value in known.items()), key=lambda pair: pair[0].name))
 
 
-def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: dict[int, str]) -> Facts:
+def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str]) -> Facts:
     """Read the facts of a Dynamo graph, and leave a fake value in every node's `meta["val"]`.
 
     `names` gives the qualified name of a module's tensor by its `id`; what is not in it is named by its Dynamo source.
@@ -258,7 +260,13 @@ def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.
     storage_of_weight = {_storage(f): n.name for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
     statistics = {a.name for n in gm.graph.nodes if _mutates_statistics(n) for a in n.all_input_nodes}
     weights = tuple(
-        _weight(node, real, names, mutated=fake._version != versions[node.name] or (node.name in statistics and "_buffers" in str(placeholder_source(node).name)))
+        _weight(
+            node,
+            real,
+            names,
+            mutated=fake._version != versions[node.name]
+            or (node.name in statistics and "_buffers" in str(placeholder_source(node).name)),
+        )
         for node, real, fake in zip(placeholders, example_inputs, fakes, strict=True)
         if node.name in weight_names
     )
@@ -286,7 +294,7 @@ def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.
     )
 
 
-def _weight(node: fx.Node, real: torch.Tensor, names: dict[int, str], *, mutated: bool) -> Weight:
+def _weight(node: fx.Node, real: torch.Tensor, names: Mapping[int, str], *, mutated: bool) -> Weight:
     source = placeholder_source(node)
     name = names.get(id(real)) or (dotted_name(source.name) if source is not None else node.name)
     return Weight(
@@ -305,7 +313,9 @@ def span_nbytes(tensor: torch.Tensor) -> int:
     return int(_nbytes(tensor))
 
 
-def _node_facts(node: fx.Node, counts: tuple[sympy.Expr, sympy.Expr], storage_of_weight: dict[int, str], seen: set[int]) -> NodeFacts:
+def _node_facts(
+    node: fx.Node, counts: tuple[sympy.Expr, sympy.Expr], storage_of_weight: dict[int, str], seen: set[int]
+) -> NodeFacts:
     read_tensors = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))]
     reads = {_storage(t) for t in read_tensors}
     own = {_storage(t): t for t in _tensors(node.meta["val"])}

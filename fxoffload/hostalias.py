@@ -89,7 +89,9 @@ def _check_signatures() -> None:
                 "use a torch version that fxoffload was tested with (2.11 to 2.13), or a newer fxoffload"
             )
     if not hasattr(symbolic_convert, "tls"):
-        raise OffloadError(f"hostalias: torch {torch.__version__}: torch._dynamo.symbolic_convert.tls is gone; use a newer fxoffload")
+        raise OffloadError(
+            f"hostalias: torch {torch.__version__}: torch._dynamo.symbolic_convert.tls is gone; use a newer fxoffload"
+        )
 
 
 def _install() -> None:

@@ -90,7 +90,8 @@ def generate(
     # The top level shows in tracebacks as any other source does.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), writer.namespace)
-    return TopLevel(source, writer.namespace["forward"])
+    # Popped: a function that its own globals hold would keep the arena's views alive until the garbage collector runs.
+    return TopLevel(source, writer.namespace.pop("forward"))
 
 
 class _Writer:
@@ -170,7 +171,11 @@ class _Writer:
 
     def _deletions(self, node: fx.Node) -> list[str]:
         """Drop every value whose last reader this was, so that its memory is free for the next segment."""
-        dead = [self._names[used] for used in node.all_input_nodes if used.target is operator.getitem and self._last_reader[used] is node]
+        dead = [
+            self._names[used]
+            for used in node.all_input_nodes
+            if used.target is operator.getitem and self._last_reader[used] is node
+        ]
         return [f"del {', '.join(dead)}"] if dead else []
 
     def _output(self, index: int, value: Any) -> str:

@@ -17,7 +17,7 @@ or a load and a resident bucket, never share a byte of the arena.
 A prefetch overwrites bytes that an earlier load used: `after` names the load whose eviction it waits for, the latest one
 that touches its bytes. Compute runs in order, so waiting for the latest is waiting for all. A load whose bytes no other load
 uses waits for its own eviction, by the forward before: `after` is then its own name. `after` always means the eviction that
-the host issued last, in this forward or else in the one before.
+the host issued last, in this forward or else in the one before. Where a knob limits the look-ahead, `after` may name a later one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Plan:
     segments: tuple[str, ...]
     residents: tuple[Resident, ...]
     loads: tuple[Load, ...]
-    """In order of first use."""
+    """In order of first use, and of issue where several are needed by one segment."""
     arena_nbytes: int
     """One allocation on the device: residents and staging."""
     activation_nbytes: int
@@ -109,7 +109,7 @@ class Plan:
         return sum(load.nbytes for load in self.loads)
 
     def prefetches_before(self, segment: int) -> tuple[Load, ...]:
-        """Loads issued right before `segment`, the one that is needed soonest first; of one segment's, in the order of `loads`."""
+        """Loads issued right before `segment`: what is needed soonest first, for one segment in the order of `loads`."""
         n = len(self.segments)
         here = [load for load in self.loads if load.prefetch_before == segment]
         return tuple(sorted(here, key=lambda load: (load.wait_before - segment) % n))
@@ -131,14 +131,12 @@ class Plan:
         found = data.pop("format", None)
         if found != PLAN_FORMAT:
             raise ValueError(f"plan file {path}: format {found}, this version reads {PLAN_FORMAT}; plan the model again")
-        return cls(
-            **{
-                **data,
-                "segments": tuple(data["segments"]),
-                "residents": tuple(Resident(**r) for r in data["residents"]),
-                "loads": tuple(Load(**{**load, "uses": tuple(load["uses"])}) for load in data["loads"]),
-            }
-        )
+        data["segments"] = tuple(data["segments"])
+        data["residents"] = tuple(Resident(**resident) for resident in data["residents"])
+        for load in data["loads"]:
+            load["uses"] = tuple(load["uses"])
+        data["loads"] = tuple(Load(**load) for load in data["loads"])
+        return cls(**data)
 
     def __str__(self) -> str:
         from fxoffload.show import plan_table

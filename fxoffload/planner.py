@@ -9,8 +9,9 @@ The smallest budget that works streams all that may be streamed, through a stagi
 
     smallest = activations + sum(must stay) + max over segments of sum(streamed bytes that it reads)
 
-Explicit knobs are met exactly: `persistent_buckets` and `persistent_bins` name the residents (`persistent_indices`), `transfer_buckets`,
-`prefetch_limit` and `max_inflight_prefetch_bytes` limit the loads whose first use has not begun. A load is issued before segment `p` with
+Explicit knobs are met exactly: `persistent_buckets` and `persistent_bins` name the residents (`persistent_indices`);
+`transfer_buckets`, `prefetch_limit` and `max_inflight_prefetch_bytes` limit the loads whose first use has not begun.
+A load is issued before segment `p` with
 
     p >= 1 + the last segment that reads bytes which it overwrites
     p >= first use of the load `transfer_buckets` places before it, and so for the bytes
@@ -22,11 +23,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fxoffload.cost import Costs
 from fxoffload.errors import BudgetError
 from fxoffload.plan import Load, Plan, Resident
-from fxoffload.residency import Layout, choose, choose_fixed, choose_unoverlapped
+from fxoffload.residency import Layout, better, choose, choose_fixed, choose_unoverlapped
 from fxoffload.sizes import format_size, show_size
 from fxoffload.stream import ALIGN, Problem, align, earliest_positions
 from fxoffload.timeline import simulate, windowed_bound
@@ -34,6 +36,7 @@ from fxoffload.timeline import simulate, windowed_bound
 PREFETCH_LIMIT = 8
 _EFFORT = 60_000
 """Loads to simulate in the local search, over all its trials."""
+_MOST_TRIALS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,11 @@ class Knobs:
         return min(self.transfer_buckets, 4 * self.transfer_buckets, PREFETCH_LIMIT)
 
 
-def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> Plan:  # noqa: B008
+def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> Plan:
     """The fastest schedule found that stays within `budget_nbytes`.
 
-    `activation_nbytes`: device bytes outside the arena; default: the largest of the segments. Raises BudgetError, with the smallest
-    budget that works.
+    `activation_nbytes`: device bytes outside the arena; default: the largest of the segments.
+    Raises BudgetError, with the smallest budget that works.
     """
     activations = _activations(costs, activation_nbytes)
     problem = _problem(costs, knobs)
@@ -84,7 +87,7 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
     return dataclasses.replace(plan, step_ms=simulate(plan, costs).step_ms)
 
 
-def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> int:  # noqa: B008
+def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> int:
     """The least budget (bytes) for which `make_plan` finds a plan."""
     problem = _problem(costs, knobs)
     residents = _must_stay(problem, knobs)
@@ -102,7 +105,7 @@ def persistent_indices(n: int, persistent: int, bins: int) -> frozenset[int]:
     if count < 1:
         return frozenset()
     starts = [i * n // count for i in range(count + 1)]
-    sizes = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    sizes = [end - start for start, end in pairwise(starts)]
     dealt = [0] * count
     while places:
         for i in range(count):
@@ -148,9 +151,8 @@ def _check_budget(costs: Costs, problem: Problem, knobs: Knobs, budget_nbytes: i
     advice = f"raise the budget to at least {format_size(smallest)}"
     if knobs.persistent_buckets:
         advice += ", or keep fewer persistent_buckets"
-    raise BudgetError(
-        f"planner: budget {show_size(budget_nbytes)}: {what} alone needs {show_size(smallest)} ({' + '.join(parts)}); {advice}", smallest
-    )
+    needs = f"{what} alone needs {show_size(smallest)} ({' + '.join(parts)})"
+    raise BudgetError(f"planner: budget {show_size(budget_nbytes)}: {needs}; {advice}", smallest)
 
 
 def _choose(problem: Problem, knobs: Knobs, weight_nbytes: int) -> Layout | None:
@@ -163,8 +165,8 @@ def _choose(problem: Problem, knobs: Knobs, weight_nbytes: int) -> Layout | None
         return _choose_count(problem, knobs.persistent_bins, weight_nbytes)
     if not knobs.async_transfer:
         return choose_unoverlapped(problem, weight_nbytes, problem.kept)
-    effort = _EFFORT // max(len(problem.nbytes), 1)
-    return choose(problem, weight_nbytes, problem.kept, min(effort, 2000))
+    effort = min(_EFFORT // max(len(problem.nbytes), 1), _MOST_TRIALS)
+    return choose(problem, weight_nbytes, problem.kept, effort)
 
 
 def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | None:
@@ -174,9 +176,7 @@ def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | N
         residents = problem.kept | persistent_indices(len(problem.nbytes), count, bins)
         if problem.size(residents) + max(problem.needed_nbytes(residents)) > weight_nbytes:
             continue
-        found = choose_fixed(problem, weight_nbytes, residents)
-        if best is None or (found is not None and found.score < best.score):
-            best = found
+        best = better(best, choose_fixed(problem, weight_nbytes, residents, rotations=1))
     return best
 
 

@@ -40,7 +40,8 @@ class SegmentTimer:
         for name, (start, end) in self._marks.items():
             by_program.setdefault(self._programs[name], []).append(_ms(start, end))
         segments = tuple(
-            dataclasses.replace(s, compute_ms=statistics.median(by_program[self._programs[identifier(s.name)]])) for s in costs.segments
+            dataclasses.replace(s, compute_ms=statistics.median(by_program[self._programs[identifier(s.name)]]))
+            for s in costs.segments
         )
         return dataclasses.replace(costs, segments=segments)
 

@@ -15,13 +15,15 @@ from fxoffload.config import OffloadConfig
 from fxoffload.facts import Facts
 from fxoffload.machine import Machine
 from fxoffload.price import SegmentPrice
+from fxoffload.rows import Source
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One compiled graph. `weight_positions` and `inputs` say which arguments of a call are weights and which are passed on.
+    """One compiled graph.
 
-    `inputs` maps (position, placeholder) to a parameter name of the generated function.
+    `weight_positions` are the arguments of a call that are weights, `sources` says for each of `facts.weights` which argument it comes
+    from; `inputs` are the arguments that are passed on: (position, placeholder, parameter name in the generated function).
     """
 
     facts: Facts
@@ -35,6 +37,7 @@ class Program:
     config: OffloadConfig
     onload: torch.device
     weight_positions: tuple[int, ...]
+    sources: tuple[Source, ...]
     inputs: tuple[tuple[int, str, str], ...]
     seconds: tuple[tuple[str, float], ...]
     """How long each stage took."""

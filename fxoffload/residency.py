@@ -1,30 +1,35 @@
 """Which buckets stay on the device: candidates by copy debt, then a bounded local search.
 
-Copy debt: walk the segments, `debt += copy_ms` of what streams, `debt = max(0, debt - stretch * compute_ms)`. Where the debt passes what
-the staging area holds (`slack_ms`), a bucket of that stretch of the graph stays resident. `stretch` is the slowdown at which the link
-keeps up everywhere; the least one whose residents fit the memory is found by bisection. So residents go where the link is the bottleneck,
-evenly, and nowhere else.
+Copy debt: walk the segments, `debt += copy_ms` of what streams, `debt = max(0, debt - stretch * compute_ms)`. Where the debt
+passes what the staging area holds (`slack_ms`), a bucket of that stretch of the graph stays resident. `stretch` is the slowdown
+at which the link keeps up everywhere; the least one whose residents fit the memory is found by bisection. So residents go where
+the link is the bottleneck, evenly, and nowhere else.
 
-The staging area is worth no more than what keeps the link busy: each byte beyond is better spent on residents. So the candidates are
-(bytes above which a bucket is never streamed) x (staging bytes) x (which bucket of an indebted stretch stays), each laid out
-and simulated; `score` compares them.
+The staging area is worth no more than what keeps the link busy: each byte beyond is better spent on residents. So the candidates
+are (bytes above which a bucket is never streamed) x (staging bytes) x (which bucket of an indebted stretch stays), each laid
+out and simulated; `Layout.score` compares them. Costs are predictions, so the score adds a little of the step on a machine on
+which they are off, and of the copy time: of two plans with equal steps, the one with more slack and fewer copies wins.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from fxoffload.offsets import place_ends, place_laps
 from fxoffload.stream import Problem, Stream, delay, earliest_positions, latest_overlaps, make_stream, step_ms
 
-_STRATEGIES = (place_laps, place_ends)
+Strategy = Callable[[Stream, int, int], "list[int] | None"]
+_STRATEGIES: tuple[Strategy, ...] = (place_laps, place_ends)
 _STAGING = (1.0, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Staging bytes to try, in units of what the neediest segment reads."""
 _THRESHOLDS = 8
+_ROTATIONS = 12
+_FEW = 6
+"""So many buckets are few enough to try every set of residents, and so many loads to try every rotation."""
+_ROUGH_WEIGHT = 0.05
 _COPY_WEIGHT = 0.002
-"""Of two plans with equal steps the one that copies less wins: it leaves more of the link when the costs are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,62 +40,94 @@ class Layout:
     stream: Stream
     offsets: list[int]
     latest: list[tuple[int, int]]
-    staging_nbytes: int
-    step_ms: float
+    strategy: Strategy
+    score: tuple[float, int]
+    """Less is better: the step, then what a rough machine and a busy link would add; then the staging bytes."""
 
     @property
-    def score(self) -> tuple[float, int]:
-        return round(self.step_ms + _COPY_WEIGHT * sum(self.stream.copy_ms), 6), self.staging_nbytes
+    def staging_nbytes(self) -> int:
+        return max((offset + nbytes for offset, nbytes in zip(self.offsets, self.stream.nbytes, strict=True)), default=0)
 
 
-def lay_out(problem: Problem, residents: frozenset[int], staging_nbytes: int, rotation: int = 0) -> Layout | None:
-    """The best layout of all strategies that streams what is not resident through `staging_nbytes`; None if it does not fit."""
+def lay_out(
+    problem: Problem,
+    residents: frozenset[int],
+    staging_nbytes: int,
+    *,
+    strategies: Sequence[Strategy] = _STRATEGIES,
+    rotations: int = 1,
+) -> Layout | None:
+    """The best layout that streams what is not resident through `staging_nbytes`; None if it does not fit.
+
+    `rotations`: how many places to try for the cut, evenly spaced.
+    """
     best: Layout | None = None
+    if staging_nbytes < 0:
+        return None
     # Two uses of one bucket are served by one load where that is within half of the look-ahead; or by one each.
     tied = any(len(uses) > 1 and b not in residents for b, uses in enumerate(problem.uses))
     for merge_nbytes in (staging_nbytes // 2, -1) if tied else (-1,):
         stream = make_stream(problem, residents, merge_nbytes)
-        if not stream.bucket:
-            return Layout(residents, stream, [], [], 0, problem.total_ms)
-        positions = earliest_positions(problem, stream)
-        for place in _STRATEGIES:
-            offsets = place(stream, staging_nbytes, rotation)
-            if offsets is None:
-                continue
-            latest = latest_overlaps(stream, offsets, problem.n)
-            if positions is not None:
-                latest = delay(stream, latest, positions, problem.n)
-            used = max(offset + nbytes for offset, nbytes in zip(offsets, stream.nbytes, strict=True))
-            found = Layout(residents, stream, offsets, latest, used, step_ms(problem, stream, latest))
-            best = _better(best, found)
+        m = len(stream)
+        if not m:
+            return _judged(problem, residents, stream, [], place_laps)
+        rotations = m if m <= _FEW else min(rotations, m)
+        for strategy in strategies:
+            for k in range(rotations):
+                offsets = strategy(stream, staging_nbytes, k * m // rotations)
+                if offsets is not None:
+                    best = better(best, _judged(problem, residents, stream, offsets, strategy))
     return best
 
 
-def _better(best: Layout | None, found: Layout | None) -> Layout | None:
+def _judged(problem: Problem, residents: frozenset[int], stream: Stream, offsets: list[int], strategy: Strategy) -> Layout:
+    latest = latest_overlaps(stream, offsets, problem.n)
+    positions = earliest_positions(problem, stream)
+    if positions is not None:
+        latest = delay(stream, latest, positions, problem.n)
+    score = step_ms(problem, stream, latest)
+    score += _ROUGH_WEIGHT * step_ms(problem, stream, latest, rough=True) + _COPY_WEIGHT * stream.total_ms
+    used = max((offset + nbytes for offset, nbytes in zip(offsets, stream.nbytes, strict=True)), default=0)
+    return Layout(residents, stream, offsets, latest, strategy, (round(score, 6), used))
+
+
+def better(best: Layout | None, found: Layout | None) -> Layout | None:
     if best is None or (found is not None and found.score < best.score):
         return found
     return best
 
 
 def choose(problem: Problem, weight_nbytes: int, always: frozenset[int], effort: int) -> Layout | None:
-    """The best layout found when the planner is free to keep any bucket; None if nothing fits."""
+    """The best layout found when the planner is free to keep any bucket; None if nothing fits.
+
+    `effort`: how many sets of residents the local search tries.
+    """
     best: Layout | None = None
-    for residents in _candidates(problem, weight_nbytes, always):
-        best = _better(best, lay_out(problem, residents, weight_nbytes - problem.size(residents)))
-    if best is None or not best.stream.bucket:
+    free = [b for b in range(len(problem.nbytes)) if b not in always]
+    few = len(free) <= _FEW
+    for residents in _all_sets(always, free) if few else _candidates(problem, weight_nbytes, always):
+        best = better(best, lay_out(problem, residents, weight_nbytes - problem.size(residents)))
+    if best is None or few or len(best.residents) == len(problem.nbytes):
         return best
-    return _improve(problem, weight_nbytes, always, best, effort)
+    best = _improve(problem, weight_nbytes, always, best, effort)
+    cap = weight_nbytes - problem.size(best.residents)
+    return better(best, lay_out(problem, best.residents, cap, rotations=_ROTATIONS))
 
 
-def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int]) -> Layout | None:
+def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int], rotations: int = _ROTATIONS) -> Layout | None:
     """The best layout found for given residents: how many bytes to stage, and where the wrap-around falls."""
     best: Layout | None = None
     cap = weight_nbytes - problem.size(residents)
     least = max(problem.needed_nbytes(residents))
     sizes = [int(least * factor) for factor in _STAGING]
     for staging_nbytes in [*(size for size in sizes if size < cap), cap]:
-        best = _better(best, lay_out(problem, residents, staging_nbytes))
+        best = better(best, lay_out(problem, residents, staging_nbytes, rotations=rotations))
     return best
+
+
+def _all_sets(always: frozenset[int], free: list[int]) -> Iterator[frozenset[int]]:
+    for bits in range(1 << len(free)):
+        yield always | {b for k, b in enumerate(free) if bits >> k & 1}
 
 
 def _candidates(problem: Problem, weight_nbytes: int, always: frozenset[int]) -> Iterator[frozenset[int]]:
@@ -164,22 +201,20 @@ def _walk(problem: Problem, reads: list[list[int]], stretch: float, slack_ms: fl
 
 def _improve(problem: Problem, weight_nbytes: int, always: frozenset[int], best: Layout, effort: int) -> Layout:
     """Move single buckets in and out while that helps. Random, but of a fixed seed: equal input, equal plan."""
-    draw = random.Random(0)
+    draw = random.Random(0).random
     count = len(problem.nbytes)
     for _ in range(effort):
         residents = set(best.residents)
-        what = draw.random()
+        what = draw()
         removable = sorted(residents - always)
         if what < 0.7 and removable:
-            residents.discard(draw.choice(removable))
+            residents.discard(removable[int(draw() * len(removable))])
         if what > 0.2:
-            residents.add(draw.randrange(count))
+            residents.add(int(draw() * count))
         cap = weight_nbytes - problem.size(residents)
-        if cap < 0:
-            continue
-        found = lay_out(problem, frozenset(residents), cap)
-        if found is not None and found.score < best.score:
-            best = found
+        if cap >= 0:
+            found = lay_out(problem, frozenset(residents), cap, strategies=(best.strategy,))
+            best = found if found is not None and found.score < best.score else best
     return best
 
 
@@ -193,11 +228,13 @@ def choose_unoverlapped(problem: Problem, weight_nbytes: int, always: frozenset[
             # Everything that such a small staging area can't serve has to stay.
             if any(needed[use] > staging_nbytes for use in problem.uses[b]):
                 residents.add(b)
+        spare = weight_nbytes - staging_nbytes - problem.size(residents)
         for b in _by_copy_per_byte(problem, residents):
-            if problem.size(residents) + problem.nbytes[b] + staging_nbytes <= weight_nbytes:
+            if problem.nbytes[b] <= spare:
                 residents.add(b)
-        cap = weight_nbytes - problem.size(residents)
-        best = _better(best, lay_out(problem, frozenset(residents), staging_nbytes) if cap >= staging_nbytes else None)
+                spare -= problem.nbytes[b]
+        if spare >= 0:
+            best = better(best, lay_out(problem, frozenset(residents), staging_nbytes))
     return best
 
 

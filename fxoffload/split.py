@@ -118,7 +118,11 @@ def _attribute_key(value: Any) -> Any:
     if isinstance(value, fx.GraphModule):
         return segment_code_key(value)
     if isinstance(value, torch.Tensor):
-        return (str(value.dtype), tuple(value.shape), hashlib.sha256(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest())
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            hashlib.sha256(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest(),
+        )
     return repr(value)
 
 

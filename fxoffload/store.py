@@ -23,41 +23,65 @@ from fxoffload.errors import OffloadWarning
 from fxoffload.facts import span_nbytes
 from fxoffload.sizes import show_size
 
-_PAGE = mmap.PAGESIZE
-
 
 @dataclass(slots=True, eq=False)
 class HostWeight:
-    """One packed weight: where it lies in its bucket, the tensor that is a view of it, and what of it the device was given."""
+    """A packed tensor of the model, or some rows of one: where its bytes lie in a bucket."""
 
-    name: str
     bucket: HostBucket
     offset: int
     nbytes: int
-    dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    tensor: weakref.ref[torch.Tensor]
-    view: torch.Tensor
-    version: int | None = None
+    whole: HostTensor
+    rows: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.whole.name if self.rows is None else f"{self.whole.name}[{self.rows[0]}:{self.rows[1]}]"
 
     def device_view(self, arena: torch.Tensor, bucket_offset: int) -> torch.Tensor:
         """This weight in the arena (uint8, one dimension), if its bucket lies at `bucket_offset` bytes."""
         start = bucket_offset + self.offset
-        elements = arena[start : start + self.nbytes].view(self.dtype)
+        elements = arena[start : start + self.nbytes].view(self.whole.view.dtype)
         return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
 
 @dataclass(slots=True, eq=False)
+class HostTensor:
+    """A tensor of the model that the store packed. `view` is the host memory that `tensor` has become a view of."""
+
+    name: str
+    tensor: weakref.ref[torch.Tensor]
+    view: torch.Tensor
+    parts: list[HostWeight] = field(default_factory=list)
+
+    def is_like(self, other: torch.Tensor) -> bool:
+        """Whether `other` has the same dtype and layout."""
+        mine = self.view
+        return (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
+
+
+@dataclass(slots=True, eq=False)
 class HostBucket:
-    """`flat` is uint8, one dimension, `nbytes` long."""
+    """Bytes that are copied together. `flat` is uint8, one dimension, `nbytes` long."""
 
     name: str
     nbytes: int
-    memory: mmap.mmap
     flat: torch.Tensor
     weights: list[HostWeight] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """One mapping of host memory, with one bucket in it, or several that hold the rows of one weight."""
+
+    memory: mmap.mmap
+    nbytes: int
     pinned: bool = False
+
+    def flat(self, offset: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -66,88 +90,134 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 class HostStore:
-    """Buckets of one model. `pin_device`: the accelerator that copies from here, or None for a store that is not pinned."""
+    """Buckets of one model. `device`: the accelerator that copies from here; memory is pinned for CUDA only."""
 
-    def __init__(self, pin_device: torch.device | None) -> None:
-        self._pin = pin_device is not None and pin_device.type == "cuda"
+    def __init__(self, device: torch.device) -> None:
+        self._pin = device.type == "cuda"
         self._warned = False
+        self._regions: list[_Region] = []
         self.buckets: dict[str, HostBucket] = {}
-        self._weights: dict[int, HostWeight] = {}
+        self._tensors: dict[int, HostTensor] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(b.nbytes for b in self.buckets.values())
+        return sum(r.nbytes for r in self._regions)
 
     @property
     def pinned_nbytes(self) -> int:
-        return sum(b.nbytes for b in self.buckets.values() if b.pinned)
+        return sum(r.nbytes for r in self._regions if r.pinned)
 
-    def find(self, tensor: torch.Tensor) -> HostWeight | None:
-        """The packed weight that this very tensor object is, or None."""
-        found = self._weights.get(id(tensor))
+    def find(self, tensor: torch.Tensor) -> HostTensor | None:
+        """What was packed of this very tensor object, or None."""
+        found = self._tensors.get(id(tensor))
         return found if found is not None and found.tensor() is tensor else None
 
-    def replaced(self, name: str, tensor: torch.Tensor) -> HostWeight | None:
-        """The packed weight of this name and layout that `tensor` has taken the place of, or None."""
-        for bucket in self.buckets.values():
-            for weight in bucket.weights:
-                if weight.name == name and weight.tensor() is not tensor:
-                    same = (weight.dtype, weight.shape, weight.stride) == (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-                    return weight if same else None
+    def replaced(self, name: str, tensor: torch.Tensor) -> HostTensor | None:
+        """The packed tensor of this name and layout whose place `tensor` has taken, or None."""
+        for packed in self._tensors.values():
+            if packed.name == name and packed.tensor() is not tensor:
+                return packed if packed.is_like(tensor) else None
         return None
 
     def pack(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> HostBucket:
-        """Move (name, weight) pairs into a new bucket, which must have bytes. Weights elsewhere (on the device, say) come to the host."""
+        """Move (name, tensor) pairs into one new bucket; together they must have bytes. Tensors on a device come to the host."""
         placed: list[tuple[int, str, torch.Tensor]] = []
         offset = 0
-        for group in _overlapping(tensors):
+        for group in overlapping(tensors):
             base = min(t.data_ptr() for _, t in group)
-            placed.extend((offset + t.data_ptr() - base, weight_name, t) for weight_name, t in group)
+            placed.extend((offset + t.data_ptr() - base, tensor_name, t) for tensor_name, t in group)
             end = max(t.data_ptr() + span_nbytes(t) for _, t in group)
             offset += align(end - base)
-        bucket = _allocate(self._unused(name), offset)
-        views = [_view(bucket, start, t) for start, _, t in placed]
-        for (start, weight_name, tensor), view in zip(placed, views, strict=True):
-            view.copy_(tensor.detach())
-            layout = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-            bucket.weights.append(HostWeight(weight_name, bucket, start, span_nbytes(tensor), *layout, weakref.ref(tensor), view))
-        for weight in bucket.weights:
-            self._adopt(weight)
+        region = self._allocate(offset)
+        bucket = HostBucket(self._unused(name), offset, region.flat(0, offset))
         self.buckets[bucket.name] = bucket
-        self._register(bucket)
+        packed = [self._copy(region, start, tensor_name, tensor) for start, tensor_name, tensor in placed]
+        for (start, _, tensor), whole in zip(placed, packed, strict=True):
+            weight = HostWeight(bucket, start, span_nbytes(tensor), tuple(tensor.shape), tuple(tensor.stride()), whole)
+            whole.parts.append(weight)
+            bucket.weights.append(weight)
+            self._adopt(whole, tensor)
+        self._register(region, bucket.name)
         return bucket
 
-    def rebind(self, weights: Sequence[HostWeight], tensors: Sequence[torch.Tensor]) -> None:
-        """Let other tensors, of the same layout, be these weights: their values are taken, and what was there before keeps its own.
+    def pack_rows(self, tensors: Sequence[tuple[str, torch.Tensor]], rows: Sequence[tuple[int, int]]) -> list[HostBucket]:
+        """Move one contiguous matrix into the host memory of several new buckets, one for each run of rows (first, end).
+
+        `tensors` are (name, tensor) pairs of the same bytes: several where two parameters share one memory.
+        """
+        name, like = tensors[0]
+        row_nbytes = like.stride(0) * like.element_size()
+        region = self._allocate(align(span_nbytes(like)))
+        buckets: list[HostBucket] = []
+        for first, end in rows:
+            nbytes = align((end - first) * row_nbytes)
+            buckets.append(HostBucket(self._unused(f"{name}[{first}:{end}]"), nbytes, region.flat(first * row_nbytes, nbytes)))
+            self.buckets[buckets[-1].name] = buckets[-1]
+        for tensor_name, tensor in tensors:
+            whole = self._copy(region, 0, tensor_name, tensor)
+            for bucket, (first, end) in zip(buckets, rows, strict=True):
+                shape = (end - first, tensor.shape[1])
+                whole.parts.append(
+                    HostWeight(bucket, 0, (end - first) * row_nbytes, shape, tuple(tensor.stride()), whole, (first, end))
+                )
+                bucket.weights.append(whole.parts[-1])
+            self._adopt(whole, tensor)
+        self._register(region, name)
+        return buckets
+
+    def rebind(self, packed: Sequence[HostTensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Let other tensors, of the same layout, take these places: their values are taken, and what was there keeps its own.
 
         Serves a replaced parameter, a swap of two, and `param.data = other`. All values are read before any is written.
         """
         values = [t.detach().clone(memory_format=torch.preserve_format) for t in tensors]
-        for weight, tensor in zip(weights, tensors, strict=True):
-            former = weight.tensor()
-            if former is not None and former is not tensor and former.data_ptr() == weight.view.data_ptr():
-                former.data = weight.view.clone(memory_format=torch.preserve_format)
-            self._weights.pop(id(former), None)
-        for weight, tensor, value in zip(weights, tensors, values, strict=True):
-            weight.view.copy_(value)
-            weight.tensor = weakref.ref(tensor)
-            self._adopt(weight)
-
-    def _adopt(self, weight: HostWeight) -> None:
-        tensor = weight.tensor()
-        assert tensor is not None
-        tensor.data = weight.view
-        self._weights[id(tensor)] = weight
-        weight.version = None
+        for place in packed:
+            former = place.tensor()
+            if former is not None and former.data_ptr() == place.view.data_ptr():
+                former.data = place.view.clone(memory_format=torch.preserve_format)
+            if self._tensors.get(id(former)) is place:
+                del self._tensors[id(former)]
+        for place, tensor, value in zip(packed, tensors, values, strict=True):
+            place.view.copy_(value)
+            place.tensor = weakref.ref(tensor)
+            self._adopt(place, tensor)
 
     def close(self) -> None:
         """Unpin everything. The weights keep their memory."""
-        for bucket in self.buckets.values():
-            if bucket.pinned:
-                torch.cuda.cudart().cudaHostUnregister(bucket.flat.data_ptr())
-                bucket.pinned = False
+        for region in self._regions:
+            if region.pinned:
+                torch.cuda.cudart().cudaHostUnregister(region.flat(0, 1).data_ptr())
+                region.pinned = False
+        self._regions.clear()
         self.buckets.clear()
-        self._weights.clear()
+        self._tensors.clear()
+
+    def _adopt(self, whole: HostTensor, tensor: torch.Tensor) -> None:
+        tensor.data = whole.view
+        self._tensors[id(tensor)] = whole
+
+    def _allocate(self, nbytes: int) -> _Region:
+        memory = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        region = _Region(memory, nbytes)
+        self._regions.append(region)
+        return region
+
+    def _copy(self, region: _Region, offset: int, name: str, tensor: torch.Tensor) -> HostTensor:
+        """A view with the layout of `tensor` and a storage of its own, over the bytes of the region from `offset` on, with its values."""
+        nbytes = span_nbytes(tensor)
+        with torch.inference_mode(False):
+            if nbytes:
+                elements = torch.frombuffer(
+                    region.memory, dtype=tensor.dtype, count=nbytes // tensor.element_size(), offset=offset
+                )
+                view = elements.as_strided(tensor.shape, tensor.stride())
+            else:
+                view = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        with torch.no_grad():
+            view.copy_(tensor.detach())
+        return HostTensor(name, weakref.ref(tensor), view)
 
     def _unused(self, name: str) -> str:
         candidate, k = name, 2
@@ -155,15 +225,15 @@ class HostStore:
             candidate, k = f"{name}~{k}", k + 1
         return candidate
 
-    def _register(self, bucket: HostBucket) -> None:
+    def _register(self, region: _Region, name: str) -> None:
         if not self._pin or self._warned:
             return
-        status = int(torch.cuda.cudart().cudaHostRegister(bucket.flat.data_ptr(), len(bucket.memory), 0))
-        bucket.pinned = status == 0
+        status = int(torch.cuda.cudart().cudaHostRegister(region.flat(0, 1).data_ptr(), len(region.memory), 0))
+        region.pinned = status == 0
         if status:
             self._warned = True
             warnings.warn(
-                f"store: {bucket.name}: the driver refused to pin {show_size(bucket.nbytes)} of host memory (error {status}) after "
+                f"store: {name}: the driver refused to pin {show_size(region.nbytes)} of host memory (error {status}) after "
                 f"{show_size(self.pinned_nbytes)}; the rest stays pageable host memory, whose copies are slower and block the host; raise the "
                 "limit on locked memory (ulimit -l) or free host memory",
                 OffloadWarning,
@@ -171,25 +241,7 @@ class HostStore:
             )
 
 
-def _allocate(name: str, nbytes: int) -> HostBucket:
-    rounded = -(-nbytes // _PAGE) * _PAGE
-    memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-    return HostBucket(name, nbytes, memory, flat)
-
-
-def _view(bucket: HostBucket, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with the layout of `like` and a storage of its own, over the bytes of the bucket from `offset` on."""
-    nbytes = span_nbytes(like)
-    if nbytes == 0:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    elements = torch.frombuffer(bucket.memory, dtype=like.dtype, count=nbytes // like.element_size(), offset=offset)
-    return elements.as_strided(like.shape, like.stride())
-
-
-def _overlapping(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
+def overlapping(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
     """Groups of tensors that share bytes; most are alone. Order of the first member is kept."""
     order = {id(t): i for i, (_, t) in enumerate(tensors)}
     groups: list[list[tuple[str, torch.Tensor]]] = []

@@ -17,10 +17,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from math import fsum
 
 from fxoffload.cost import Costs
 
 ALIGN = 256
+ROUGH_COPIES = 1.1
 _SETTLED = 1e-6
 """Relative change of the step below which the fast simulation stops."""
 _FORWARDS = 12
@@ -40,7 +42,8 @@ class Problem:
         self.n = len(costs.segments)
         self.compute_ms = [segment.compute_ms for segment in costs.segments]
         self.before_ms = [0.0, *accumulate(self.compute_ms)]
-        self.total_ms = self.before_ms[-1]
+        self.total_ms = fsum(self.compute_ms)
+        self.rough_before_ms = _roughen(self.compute_ms)
         self.nbytes = [align(bucket.nbytes) for bucket in costs.buckets]
         self.copy_ms = [bucket.copy_ms for bucket in costs.buckets]
         self.uses = [bucket.uses for bucket in costs.buckets]
@@ -64,6 +67,13 @@ class Problem:
         return needed
 
 
+def _roughen(compute_ms: list[float]) -> list[float]:
+    """Prefix sums of compute times that are each up to a quarter off, but come to the same total."""
+    rough = [ms * (0.75 + (i * 7 % 11) / 20) for i, ms in enumerate(compute_ms)]
+    scale = fsum(compute_ms) / (fsum(rough) or 1.0)
+    return [0.0, *accumulate(ms * scale for ms in rough)]
+
+
 @dataclass(slots=True)
 class Stream:
     """The loads of a forward, in the order of need, as parallel lists."""
@@ -74,6 +84,11 @@ class Stream:
     last: list[int]
     nbytes: list[int]
     copy_ms: list[float]
+
+    @property
+    def total_ms(self) -> float:
+        # fsum, because sum differs in the last bit between versions of Python, and plans must not.
+        return fsum(self.copy_ms)
 
     def __len__(self) -> int:
         return len(self.bucket)
@@ -99,7 +114,14 @@ def make_stream(problem: Problem, residents: Collection[int], merge_nbytes: int)
     nbytes, copy_ms = problem.nbytes, problem.copy_ms
     bucket = [b for _, b, _ in parts]
     uses = [u for _, _, u in parts]
-    return Stream(bucket, uses, [u[0] for u in uses], [u[-1] for u in uses], [nbytes[b] for b in bucket], [copy_ms[b] for b in bucket])
+    return Stream(
+        bucket=bucket,
+        uses=uses,
+        first=[u[0] for u in uses],
+        last=[u[-1] for u in uses],
+        nbytes=[nbytes[b] for b in bucket],
+        copy_ms=[copy_ms[b] for b in bucket],
+    )
 
 
 def _split_uses(
@@ -119,7 +141,7 @@ def _split_uses(
 
 
 def latest_overlaps(stream: Stream, offsets: list[int], n: int) -> list[tuple[int, int]]:
-    """For each load `(forwards back, load)`: the eviction that frees the last of its bytes, in this forward (0) or the one before (1).
+    """For each load `(back, load)`: the eviction that frees the last of its bytes, in this forward (0) or the one before (1).
 
     A skyline over the arena holds, for each byte, the load that had it last. It is built by one forward and read by the next.
     Two loads that share bytes are never needed at once, so the one needed later is also evicted later.
@@ -175,42 +197,40 @@ def delay(stream: Stream, latest: list[tuple[int, int]], positions: list[int], n
     evictions = [last for last, _ in by_eviction]
     delayed: list[tuple[int, int]] = []
     for (back, a), position in zip(latest, positions, strict=True):
-        gate = position - 1
-        k = bisect_right(evictions, gate % n) - 1
-        candidate = (by_eviction[k][0] + gate // n * n, by_eviction[k][1]) if k >= 0 else (evictions[-1] + (gate // n - 1) * n, by_eviction[-1][1])
-        if candidate[0] > stream.last[a] - back * n:
-            back, a = -(candidate[0] // n), candidate[1]
-        delayed.append((back, a))
+        forward, segment = divmod(position - 1, n)
+        k = bisect_right(evictions, segment) - 1
+        # With k == -1 the latest eviction by then is the last one of the forward before.
+        evicted, candidate = by_eviction[k]
+        forward -= k < 0
+        later = evicted + forward * n > stream.last[a] - back * n
+        delayed.append((-forward, candidate) if later else (back, a))
     return delayed
 
 
-def step_ms(problem: Problem, stream: Stream, latest: list[tuple[int, int]]) -> float:
-    """Time of a forward in steady state."""
+def step_ms(problem: Problem, stream: Stream, latest: list[tuple[int, int]], *, rough: bool = False) -> float:
+    """Time of a forward in steady state. `rough`: on a machine on which copies and compute differ from what was predicted."""
     m = len(stream)
-    if not m:
-        return problem.total_ms
-    if not problem.overlap:
-        return problem.total_ms + sum(stream.copy_ms)
-    before, total = problem.before_ms, problem.total_ms
+    slowdown = ROUGH_COPIES if rough else 1.0
+    if not m or not problem.overlap:
+        return problem.total_ms + slowdown * stream.total_ms
+    before, total = problem.rough_before_ms if rough else problem.before_ms, problem.total_ms
     loads: list[tuple[float, float, int, float]] = []
     for w, copy_ms, (back, a) in zip(stream.first, stream.copy_ms, latest, strict=True):
         end = stream.last[a]
         # The stall at the end of segment `end` is the one recorded at the last load that is waited for by then.
-        loads.append((before[w], copy_ms, bisect_right(stream.first, end) - 1, before[end + 1] - total * back))
+        loads.append((before[w], copy_ms * slowdown, bisect_right(stream.first, end) - 1, before[end + 1] - total * back))
     stalls = [0.0] * m
     stall = free = 0.0
-    least = sum(stream.copy_ms)
+    least = slowdown * stream.total_ms
     step = 0.0
     for _ in range(_FORWARDS):
         stall_before = stall
-        j = 0
-        for before_w, copy_ms, a, before_a in loads:
+        for j, (before_w, copy_ms, a, before_a) in enumerate(loads):
             start = stalls[a] + before_a
             free = (start if start > free else free) + copy_ms
             if free - before_w > stall:
                 stall = free - before_w
             stalls[j] = stall
-            j += 1
         free -= total
         previous, step = step, total + stall - stall_before
         if abs(step - previous) <= _SETTLED * step or step <= least * (1 + _SETTLED):

@@ -22,9 +22,9 @@ A bucket that several segments read counts at the first of them only, which keep
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum, inf
 from typing import Any
 
 from fxoffload.cost import Costs
@@ -110,7 +110,7 @@ class _Machine:
         for load in plan.loads:
             self.waits[load.wait_before].append(load)
             self.evictions[load.evict_after].append(load)
-        self.copy_free_ms = self.compute_free_ms = self.began_ms = 0.0
+        self.copy_free_ms = self.compute_free_ms = 0.0
         self.copies: dict[str, tuple[float, float]] = {}
         self.evicted_ms: dict[str, float] = {}
         self.segment_times: list[SegmentTime] = []
@@ -124,7 +124,7 @@ class _Machine:
         self.copies[load.name] = (start, self.copy_free_ms)
 
     def forward(self) -> float:
-        self.began_ms = began = self.compute_free_ms
+        began = self.compute_free_ms
         self.segment_times.clear()
         for i, name in enumerate(self.plan.segments):
             for load in self.issued[i]:
@@ -139,7 +139,8 @@ class _Machine:
             self.compute_free_ms = end
             for load in self.evictions[i]:
                 self.evicted_ms[load.name] = end
-        return self.compute_free_ms - began
+        # Not a difference of two times since the start, so that no stall is exactly no stall.
+        return fsum([*self.compute_ms, *(segment.stall_ms for segment in self.segment_times)])
 
     def state(self) -> list[float]:
         """All that the next forward depends on, relative to the end of this one."""
@@ -159,7 +160,7 @@ def windowed_bound(costs: Costs, weight_nbytes: int) -> float:
         if bucket.uses:
             gains[bucket.uses[0]] += bucket.nbytes / costs.link_bytes_per_ms
     fee = weight_nbytes / costs.link_bytes_per_ms
-    compute_ms = sum(segment.compute_ms for segment in costs.segments)
+    compute_ms = fsum(segment.compute_ms for segment in costs.segments)
     return compute_ms + _best_windows(gains, fee)
 
 
@@ -168,8 +169,8 @@ def _best_windows(gains: Sequence[float], fee: float) -> float:
 
     Two cases in one scan each: no window is open at the start, or one is, which then never closes or opens again at the end.
     """
-    inside, outside = -math.inf, 0.0
-    open_inside, open_outside, first = -math.inf, -math.inf, 0.0
+    inside, outside = -inf, 0.0
+    open_inside, open_outside, first = -inf, -inf, 0.0
     for gain in gains:
         inside = max(inside, outside - fee) + gain
         outside = max(outside, inside)
@@ -183,7 +184,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The timeline as Chrome trace events, for Perfetto: `json.dump` it. Times are microseconds from the first copy."""
     zero = min([0.0, *(load.start_ms for load in timeline.loads)])
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}} for tid, name in ((0, "compute"), (1, "copy"))
+        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": engine}}
+        for tid, engine in enumerate(("compute", "copy"))
     ]
     for tid, spans in ((0, timeline.segments), (1, timeline.loads)):
         for span in spans:

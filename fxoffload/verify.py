@@ -14,6 +14,7 @@ Who owns which bytes of the arena is a list of intervals; the first forward find
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NoReturn
 
 from fxoffload.cost import BucketCost, Costs
@@ -81,16 +82,18 @@ def _check_ranges(plan: Plan, buckets: dict[str, BucketCost]) -> None:
         if offset < 0 or offset + nbytes > plan.arena_nbytes:
             _refuse(f"{name}: bytes {offset} to {offset + nbytes} are outside the arena of {plan.arena_nbytes} bytes")
     taken = sorted((r.offset, r.offset + r.nbytes, r.bucket) for r in plan.residents if r.nbytes)
-    for (_, end, first), (start, _, second) in zip(taken, taken[1:], strict=False):
+    for (_, end, first), (start, _, second) in pairwise(taken):
         if start < end:
             _refuse(f"{second}: resident from byte {start} on, over resident {first} that ends at {end}")
     for load in plan.loads:
         for start, end, resident in taken:
             if load.offset < end and start < load.offset + load.nbytes:
-                _refuse(f"{load.name}: overwrites resident {resident} at bytes {max(start, load.offset)} to {min(end, load.offset + load.nbytes)}")
+                where = f"bytes {max(start, load.offset)} to {min(end, load.offset + load.nbytes)}"
+                _refuse(f"{load.name}: overwrites resident {resident} at {where}")
     peak = plan.arena_nbytes + plan.activation_nbytes
     if peak > plan.budget_nbytes:
-        _refuse(f"budget: arena {plan.arena_nbytes} + activations {plan.activation_nbytes} = {peak} bytes are over the budget of {plan.budget_nbytes}")
+        parts = f"arena {plan.arena_nbytes} + activations {plan.activation_nbytes} = {peak} bytes"
+        _refuse(f"budget: {parts} are over the budget of {plan.budget_nbytes}")
 
 
 def _check_uses(plan: Plan, buckets: dict[str, BucketCost]) -> None:
@@ -187,12 +190,13 @@ class _Execution:
         for owner in self.owners:
             if not (owner.start < load.offset + load.nbytes and load.offset < owner.end):
                 continue
-            where = f"its prefetch before segment {segment} overwrites bytes {max(owner.start, load.offset)} to {min(owner.end, load.offset + load.nbytes)}"
+            overlap = f"bytes {max(owner.start, load.offset)} to {min(owner.end, load.offset + load.nbytes)}"
+            where = f"its prefetch before segment {segment} overwrites {overlap} of {owner.load.name}"
             if owner.evicted is None:
-                _refuse(f"{load.name}: {where} of {owner.load.name}, which may still be read")
+                _refuse(f"{load.name}: {where}, which may still be read")
             if release is None or release < owner.evicted:
                 reader = self.plan.segments[owner.load.uses[-1]]
-                _refuse(f"{load.name}: {where}, and does not wait for segment {reader}, the last reader of {owner.load.name} (after: {load.after})")
+                _refuse(f"{load.name}: {where} and does not wait for its last reader, segment {reader} (after: {load.after})")
         self._take(load)
 
     def _take(self, load: Load) -> None:

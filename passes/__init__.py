@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload.errors import PlanError
-from fxoffload.passes.base import Pass, segment_calls
+from fxoffload.passes.base import Pass, copy_graph, segment_calls
 from fxoffload.passes.insert_evictions import InsertEvictions
 from fxoffload.passes.insert_prefetches import InsertPrefetches
 from fxoffload.passes.insert_waits import InsertWaits
@@ -26,7 +26,7 @@ def run(top: fx.GraphModule, plan: Plan, *, pipeline: Sequence[Pass] = PIPELINE,
     `dump`: a directory for the numbered graph after every pass. Raises PlanError when the plan is for another graph, or when
     what the passes wrote is not what the plan says.
     """
-    gm = fx.GraphModule(top, _copy(top.graph))
+    gm = fx.GraphModule(top, copy_graph(top.graph))
     for number, step in enumerate(pipeline, start=1):
         gm = step(gm, plan)
         gm.graph.lint()
@@ -37,12 +37,6 @@ def run(top: fx.GraphModule, plan: Plan, *, pipeline: Sequence[Pass] = PIPELINE,
     if tuple(pipeline) == PIPELINE:
         _check(gm, plan)
     return gm
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
 
 
 def _check(gm: fx.GraphModule, plan: Plan) -> None:
@@ -59,7 +53,9 @@ def _check(gm: fx.GraphModule, plan: Plan) -> None:
     for load in plan.loads:
         found = [places.pop((op, load.name), []) for op in ("prefetch", "wait", "evict")]
         if any(len(where) != 1 for where in found):
-            raise PlanError(f"passes: {load.name}: prefetch, wait and evict must stand once each, but stand {[len(w) for w in found]} times")
+            raise PlanError(
+                f"passes: {load.name}: prefetch, wait and evict must stand once each, but stand {[len(w) for w in found]} times"
+            )
         (prefetch,), (wait,), (evict,) = found
         if not (wait < calls[load.wait_before] and calls[load.evict_after] < evict and (load.wraps or prefetch < wait)):
             raise PlanError(f"passes: {load.name}: prefetch, wait and evict stand in the wrong order around its segments")

@@ -25,10 +25,19 @@ def segment_calls(gm: fx.GraphModule, plan: Plan) -> list[fx.Node]:
     wanted = [identifier(name) for name in plan.segments]
     if list(calls) != wanted:
         missing = sorted(set(wanted) ^ {str(target) for target in calls}) or "another order"
-        raise PlanError(f"passes: the plan is for another graph: it has {len(wanted)} segments, the graph {len(calls)} (differs: {missing}); plan this graph")
+        raise PlanError(
+            f"passes: the plan is for another graph: it has {len(wanted)} segments, the graph {len(calls)} (differs: {missing}); plan this graph"
+        )
     return [calls[name] for name in wanted]
 
 
 def node_name(op: str, load: str) -> str:
     """`prefetch`, `blocks.3` -> `prefetch_blocks_3`."""
     return f"{op}_{identifier(load)}"
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph of the same nodes, names and metadata."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy

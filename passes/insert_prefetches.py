@@ -33,5 +33,7 @@ class InsertPrefetches:
         for i, call in enumerate(segment_calls(gm, plan)):
             with gm.graph.inserting_before(call):
                 for load in plan.prefetches_before(i):
-                    gm.graph.create_node("call_function", ops.prefetch, (load.name, load.after), name=node_name("prefetch", load.name))
+                    gm.graph.create_node(
+                        "call_function", ops.prefetch, (load.name, load.after), name=node_name("prefetch", load.name)
+                    )
         return gm

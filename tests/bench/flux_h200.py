@@ -85,7 +85,13 @@ def time_steps(call: Any, steps: int) -> dict[str, float]:
     call()
     idle = (time.perf_counter() - start) * 1e3
     torch.cuda.synchronize()
-    return {"step_ms": statistics.median(times), "step_min_ms": min(times), "step_max_ms": max(times), "host_ms": idle, "host_busy_ms": statistics.median(host)}
+    return {
+        "step_ms": statistics.median(times),
+        "step_min_ms": min(times),
+        "step_max_ms": max(times),
+        "host_ms": idle,
+        "host_busy_ms": statistics.median(host),
+    }
 
 
 def per_block_baseline(model: torch.nn.Module, call: Any, steps: int) -> dict[str, float]:
@@ -119,7 +125,12 @@ def main() -> None:
     weight_nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     report: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),
-        "machine": {"device": torch.cuda.get_device_name(), "driver": driver(), "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {
+            "device": torch.cuda.get_device_name(),
+            "driver": driver(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "model": f"FLUX.1-dev size, {weight_nbytes / GIB:.2f} GiB bf16, 1024x1024, batch {args.batch}",
     }
     if not args.no_baseline:
@@ -131,7 +142,10 @@ def main() -> None:
     machine = machine_of(DEVICE)
     report["link_gb_s"] = machine.link_gb_s
     compiled = torch.compile(
-        model, backend=fxoffload.layerwise, fullgraph=True, options={"memory_budget": "100GiB", "profile": True, "max_bucket_bytes": args.max_bucket_bytes}
+        model,
+        backend=fxoffload.layerwise,
+        fullgraph=True,
+        options={"memory_budget": "100GiB", "profile": True, "max_bucket_bytes": args.max_bucket_bytes},
     )
     start = time.perf_counter()
     compiled(**kwargs)
@@ -158,7 +172,9 @@ def main() -> None:
 _resident: list[torch.Tensor] = []
 
 
-def row(model: torch.nn.Module, compiled: Any, kwargs: dict[str, Any], budget: str, steps: int, report: dict[str, Any]) -> dict[str, Any]:
+def row(
+    model: torch.nn.Module, compiled: Any, kwargs: dict[str, Any], budget: str, steps: int, report: dict[str, Any]
+) -> dict[str, Any]:
     """One budget: plan, warm up, time, compare. The first row must be the resident one."""
     nbytes = {"all": "100GiB", "smallest": api.smallest_budget(model)}.get(budget, budget)
     start = time.perf_counter()
@@ -194,7 +210,9 @@ def row(model: torch.nn.Module, compiled: Any, kwargs: dict[str, Any], budget: s
 
 
 def driver() -> str:
-    found = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
     return found.stdout.strip().splitlines()[0] if found.returncode == 0 else "unknown"
 
 

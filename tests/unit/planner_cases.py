@@ -1,35 +1,90 @@
-"""Costs for the planner's tests: a model of FLUX.1-dev's size, and small ones."""
+"""Costs for the planner's tests: a model of FLUX.1-dev's size, one with its shape, small chains, and random ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
 from fxoffload.cost import BucketCost, Costs, SegmentCost
+from fxoffload.planner import Knobs
 
 GIB = 2**30
 LINK_BYTES_PER_MS = 55.4e6
+UNIT = 256
 _MB = 10**6
 
-# (bytes, weight in the block's compute): bf16 weights of one block, cut into pieces of at most 117 MB.
+# (megabytes, share of the compute) of the pieces of a block, at most 117 MB each, in bf16. Modulation computes next to nothing.
 DOUBLE = ((113.2, 0.0), (113.2, 0.0), (56.6, 0.7), (56.6, 0.7), (37.8, 0.6), (75.5, 1.0), (75.5, 1.0), (75.5, 1.0), (75.5, 1.0))
 SINGLE = ((56.6, 0.0), (56.6, 1.0), (75.5, 1.2), (94.4, 1.5))
 
 
-def chain(sizes: list[int], compute_ms: list[float], link_bytes_per_ms: float, latency_ms: float = 0.0, activation_nbytes: int = 0) -> Costs:
+def chain(
+    sizes: Sequence[int],
+    compute_ms: Sequence[float],
+    link_bytes_per_ms: float = float(UNIT),
+    *,
+    latency_ms: float = 0.0,
+    activation_nbytes: int = 0,
+    names: Sequence[str] | None = None,
+) -> Costs:
     """One bucket a segment, in order; size 0: a segment without weights."""
-    segments = tuple(SegmentCost(f"s{i}", c, activation_nbytes) for i, c in enumerate(compute_ms))
+    names = names or [f"blocks.{i}" for i in range(len(sizes))]
+    segments = tuple(SegmentCost(name, ms, activation_nbytes) for name, ms in zip(names, compute_ms, strict=True))
     buckets = tuple(
-        BucketCost(f"b{i}", nbytes, nbytes / link_bytes_per_ms + latency_ms, (i,)) for i, nbytes in enumerate(sizes) if nbytes
+        BucketCost(name, nbytes, nbytes / link_bytes_per_ms + latency_ms, (i,))
+        for i, (name, nbytes) in enumerate(zip(names, sizes, strict=True))
+        if nbytes
     )
     return Costs(segments, buckets, link_bytes_per_ms)
 
 
-def flux(batch: int) -> Costs:
-    """19 double and 38 single blocks of about equal compute: 131.3 ms at batch 1, 388 ms at batch 3."""
+def equal_chain(n: int, *, compute_ms: float = 1.0) -> Costs:
+    """`n` segments with a bucket of one unit each, which takes 1 ms to copy."""
+    return chain([UNIT] * n, [compute_ms] * n)
+
+
+def flux(batch: int, *, doubles: int = 19, singles: int = 38) -> Costs:
+    """Double and single blocks of about equal compute: 131.3 ms at batch 1, 388 ms at batch 3, on one H200."""
     total_ms, activation_gib = {1: (131.3, 0.45), 3: (388.0, 0.95)}[batch]
     sizes: list[int] = []
     compute_ms: list[float] = []
-    for block in [DOUBLE] * 19 + [SINGLE] * 38:
+    names: list[str] = []
+    blocks = [(f"double.{i}", DOUBLE) for i in range(doubles)] + [(f"single.{i}", SINGLE) for i in range(singles)]
+    for name, block in blocks:
         weight = sum(share for _, share in block)
-        for megabytes, share in block:
-            sizes.append(int(megabytes * _MB) // 256 * 256)
+        for piece, (megabytes, share) in enumerate(block):
+            names.append(f"{name}:{piece}")
+            sizes.append(int(megabytes * _MB) // UNIT * UNIT)
             compute_ms.append(total_ms / 57 * share / weight)
-    return chain(sizes, compute_ms, LINK_BYTES_PER_MS, 0.01, int(activation_gib * GIB))
+    activation_nbytes = int(activation_gib * GIB)
+    return chain(sizes, compute_ms, LINK_BYTES_PER_MS, latency_ms=0.01, activation_nbytes=activation_nbytes, names=names)
+
+
+@st.composite
+def random_costs(draw: st.DrawFn) -> Costs:
+    """Up to 9 segments and 10 buckets; some buckets are read by several segments, are empty, or have to stay."""
+    n = draw(st.integers(1, 9))
+    segments = tuple(
+        SegmentCost(f"s{i}", draw(st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0])), draw(st.sampled_from([0, 100, 1000])))
+        for i in range(n)
+    )
+    readers = draw(st.lists(st.lists(st.integers(0, n - 1), min_size=1, max_size=3, unique=True).map(sorted), max_size=10))
+    buckets: list[BucketCost] = []
+    for i, uses in enumerate(sorted(readers)):
+        nbytes = UNIT * draw(st.sampled_from([0, 1, 1, 2, 3, 4, 8]))
+        latency_ms = draw(st.sampled_from([0.0, 0.1]))
+        keep = draw(st.integers(0, 11)) == 0
+        buckets.append(BucketCost(f"b{i}", nbytes, nbytes / (2 * UNIT) + latency_ms, tuple(uses), keep))
+    return Costs(segments, tuple(buckets), 2.0 * UNIT)
+
+
+random_knobs = st.builds(
+    Knobs,
+    transfer_buckets=st.none() | st.integers(1, 9),
+    persistent_buckets=st.none() | st.integers(0, 12),
+    persistent_bins=st.none() | st.integers(1, 5),
+    prefetch_limit=st.booleans(),
+    max_inflight_prefetch_bytes=st.none() | st.integers(1, 10 * UNIT),
+    async_transfer=st.sampled_from([True, True, True, False]),
+)

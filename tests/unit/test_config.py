@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxoffload.config import OffloadConfig, resolve_budget
+from fxoffload.config import _CHECKS, OffloadConfig, resolve_budget
 from fxoffload.debug import Switches, start_logging, switches
 from fxoffload.errors import ConfigError
 from fxoffload.sizes import GIB, MIB
@@ -49,6 +49,7 @@ def test_defaults() -> None:
         "segment_compiler": "inductor",
         "inductor": None,
         "max_bucket_bytes": "auto",
+        "profile": False,
         "mode": None,
     }
     assert dataclasses.asdict(OffloadConfig.from_options(None)) == expected
@@ -90,6 +91,7 @@ def test_defaults() -> None:
         ("inductor", {"max_autotune": True}, {"max_autotune": True}),
         ("max_bucket_bytes", "96MiB", 96 * MIB),
         ("max_bucket_bytes", None, "auto"),
+        ("profile", True, True),
         ("mode", "max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
     ],
 )
@@ -171,6 +173,7 @@ def test_refused(name: str, value: object, text: str) -> None:
         ("inductor", [1], "[1] is of type list", "a dict of Inductor settings by name, such as {'max_autotune': True}"),
         ("inductor", {1: True}, "1 is of type int", "a dict of Inductor settings by name, such as {'max_autotune': True}"),
         ("max_bucket_bytes", 1.0, "1.0 is of type float", SIZES),
+        ("profile", "yes", "'yes' is of type str", "True or False"),
         ("mode", 1, "1 is of type int", "one of 'default', 'max-autotune-no-cudagraphs'"),
     ],
 )
@@ -178,6 +181,10 @@ def test_wrong_type(name: str, value: object, shown: str, accepted: str) -> None
     with pytest.raises(TypeError) as caught:
         config(**{name: value})
     assert str(caught.value) == f"config: {name}: {shown}; give {accepted}"
+
+
+def test_every_field_is_checked() -> None:
+    assert set(_CHECKS) == {field.name for field in dataclasses.fields(OffloadConfig)}
 
 
 def test_an_unknown_key_is_named_with_the_nearest() -> None:

@@ -1,0 +1,58 @@
+"""What Dynamo calls: finds the binding of the weights that came, or makes one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fxoffload.binding import Binding
+from fxoffload.engine import Engine, engine_for
+from fxoffload.owner import owner_of, tensor_names
+from fxoffload.program import Program
+
+
+class Dispatch:
+    """The callable of one compiled graph. Two models of one class share it, and with a graph break, all blocks of a model do."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._bindings: weakref.WeakValueDictionary[tuple[int, ...], Binding] = weakref.WeakValueDictionary()
+        self._positions = program.weight_positions
+
+    def __call__(self, *args: Any) -> Any:
+        binding = self._bindings.get(tuple([id(args[i]) for i in self._positions]))
+        if binding is None:
+            binding = self.bind(args)
+        return binding.run(args)
+
+    def bind(self, args: Any) -> Binding:
+        """Bind the program to the weights among these arguments, in the engine of the model that they belong to."""
+        program = self.program
+        tensors: dict[int, torch.Tensor] = {i: args[i] for i in self._positions}
+        root = owner_of(next(iter(tensors.values()))) if tensors else None
+        engine = engine_for(list(tensors.values()), root, program.config, program.onload)
+        with engine.lock:
+            known = tensor_names(root)
+            traced = {source.position: w.name for w, source in zip(program.facts.weights, program.sources, strict=True)}
+            names = {i: known.get(id(t), traced[i]) for i, t in tensors.items()}
+            if root is not None:
+                _take_places(engine, tensors, names)
+            binding = Binding(program, engine, tensors, names)
+            engine.bindings = [b for b in engine.bindings if not b.is_stale()]
+            engine.bindings.append(binding)
+            self._bindings[binding.ids] = binding
+        return binding
+
+
+def _take_places(engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
+    """A parameter that was replaced by another, or swapped with one, moves into the bytes of its name: plans stay as they are."""
+    pairs = [(engine.store.replaced(names[i], tensor), tensor) for i, tensor in tensors.items()]
+    moved = [(packed, tensor) for packed, tensor in pairs if packed is not None]
+    if moved:
+        engine.store.rebind([packed for packed, _ in moved], [tensor for _, tensor in moved])
+        engine.adopt([tensor for _, tensor in moved])
+        for packed, _ in moved:
+            engine.forget(packed)

@@ -1,0 +1,53 @@
+"""From a program's buckets, which know placeholders, to a model's store, which knows tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fxoffload.engine import Engine
+from fxoffload.program import Program
+from fxoffload.store import HostWeight, overlapping
+
+
+def pack_program(
+    program: Program, engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]
+) -> dict[str, HostWeight]:
+    """Pack what is not in the store yet. Returns every weight of the program that has bytes, by placeholder.
+
+    What another graph of the model packed stays where it is. Tensors that share bytes go to the same bucket, whichever segments
+    read them: a write to one must reach the other.
+    """
+    source_of = {w.placeholder: source for w, source in zip(program.facts.weights, program.sources, strict=True)}
+    fresh = {i: t for i, t in tensors.items() if engine.store.find(t) is None}
+    distinct = {id(t): (names[i], t) for i, t in fresh.items()}
+    sharing = {id(t): group for group in overlapping(list(distinct.values())) for _, t in group}
+    moved = {t.device for t in fresh.values() if t.device.type != "cpu"}
+    for bucket in program.buckets.buckets:
+        wanted: dict[int, tuple[str, torch.Tensor]] = {}
+        for placeholder in bucket.weights:
+            tensor = tensors[source_of[placeholder].position]
+            if engine.store.find(tensor) is None:
+                wanted.update((id(t), (name, t)) for name, t in sharing[id(tensor)])
+        if any(t.numel() for _, t in wanted.values()):
+            _pack_bucket(program, engine, bucket.name, bucket.weights[0], list(wanted.values()))
+    if moved:
+        engine.log_takeover(sorted(map(str, moved)), fresh.values())
+    found: dict[str, HostWeight] = {}
+    for placeholder, source in source_of.items():
+        packed = engine.store.find(tensors[source.position])
+        part = next((p for p in packed.parts if p.rows == source.rows), None) if packed is not None else None
+        if part is not None and part.nbytes:
+            found[placeholder] = part
+    return found
+
+
+def _pack_bucket(program: Program, engine: Engine, name: str, placeholder: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    position = next(s for w, s in zip(program.facts.weights, program.sources, strict=True) if w.placeholder == placeholder)
+    rows = [s.rows for s in program.sources if s.position == position.position and s.rows is not None]
+    if rows:
+        engine.store.pack_rows(tensors, rows)
+    else:
+        engine.store.pack(name, tensors)
+    engine.adopt([tensor for _, tensor in tensors])
