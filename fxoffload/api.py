@@ -28,7 +28,8 @@ def engine_of(model: Any) -> Engine:
     engine = find_engine([*chain(module.parameters(), module.buffers())])
     if engine is None:
         raise OffloadError(
-            f"api: {type(module).__name__}: its weights are not offloaded yet; call the model once, compiled with torch.compile(model, backend='layerwise')"
+            f"api: {type(module).__name__}: its weights are not offloaded yet; "
+            "compile it with torch.compile(model, backend='layerwise') and call it once"
         )
     return engine
 
@@ -87,16 +88,19 @@ def set_memory_budget(model: Any, memory_budget: int | float | str) -> None:
             binding.replan()
 
 
-def smallest_budget(model: Any) -> int:
-    """The least budget, in bytes, that every graph of a model runs in."""
-    return max(binding.smallest_budget() for binding in bindings_of(model))
+def smallest_budget(model: Any, *, overlap: bool = True) -> int:
+    """The least budget, in bytes, with which every graph of a model copies beside compute.
+
+    Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there.
+    """
+    return max(binding.smallest_budget(overlap=overlap) for binding in bindings_of(model))
 
 
 def refresh(model: Any) -> None:
     """The next call copies all it needs from the host again.
 
-    For edits that leave no trace: through an alias that was taken earlier (`d = p.data; ...; d.add_(1)`), by another process, or by
-    foreign code that writes to the weights' memory. Edits through the parameter are seen without it.
+    For edits that leave no trace: through an alias that was taken earlier (`d = p.data; ...; d.add_(1)`), by another process, or
+    by foreign code that writes to the weights' memory. Edits through the parameter are seen without it.
     """
     engine = engine_of(model)
     with engine.lock:

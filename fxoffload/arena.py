@@ -20,7 +20,7 @@ class Arena:
         return self.memory.numel()
 
     def allocate(self, nbytes: int) -> None:
-        """Allocate anew, with no contents. The old memory is given back before the new is taken: the peak is never the sum of both.
+        """Allocate anew, with no contents. The old memory is given back first, so the peak is never the sum of both.
 
         No view of the old memory may be left. Raises what the device's allocator raises; the arena is then empty.
         """

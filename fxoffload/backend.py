@@ -25,6 +25,7 @@ from fxoffload.passes.base import copy_graph
 from fxoffload.price import price
 from fxoffload.program import Program, input_names
 from fxoffload.rows import Source, split_rows
+from fxoffload.select import selected_weights
 from fxoffload.sizes import show_size
 from fxoffload.split import split_graph
 
@@ -41,8 +42,8 @@ def layerwise(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph to run from host memory. Called by `torch.compile(model, backend="layerwise", options=...)`.
 
-    `options` are the fields of `OffloadConfig`. Errors that a user can act on (OffloadError, and TypeError for an option of a wrong
-    type) are raised by the call of the model, unwrapped.
+    `options` are the fields of `OffloadConfig`. Errors that a user can act on (OffloadError; TypeError and AttributeError for an
+    option) are raised by the call of the model, unwrapped.
     """
     start_logging(switches())
     try:
@@ -50,8 +51,8 @@ def layerwise(
         program = build(gm, example_inputs, config)
         dispatch = Dispatch(program)
         dispatch.bind(example_inputs)
-    except (OffloadError, TypeError) as error:
-        if not isinstance(error, OffloadError) and not str(error).startswith("config: "):
+    except (OffloadError, TypeError, AttributeError) as error:
+        if not isinstance(error, OffloadError) and not str(error).startswith(("config: ", "select: ")):
             raise
         return _refusal(error)
     return dispatch
@@ -63,13 +64,14 @@ layerwise.compiler_name = BACKEND  # type: ignore[attr-defined]  # torch.compile
 def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Program:
     """All stages up to compiled segments. Raises OffloadError for what cannot be offloaded."""
     _warn_of_break(gm, example_inputs)
+    output_device = None if _is_broken(gm) else config.output_device
     # Dynamo reads the placeholders of its graph again when it writes the call, so that graph is not ours to change.
     gm = fx.GraphModule(gm, copy_graph(gm.graph))
     watch = _Watch()
     onload = _available(config.onload_device)
-    reals = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-    root = next((owner for t in reals if isinstance(t, torch.nn.Parameter) and (owner := owner_of(t)) is not None), None)
     weights = [t for n, t in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True) if is_weight(n, t)]
+    root = owner_of(weights[0]) if weights else None
+    selected = selected_weights(config, root)
     limit_nbytes = _bucket_limit(config, sum(t.numel() * t.element_size() for t in weights))
     inputs, sources = split_rows(gm, example_inputs, limit_nbytes, is_weight)
     facts = read_facts(gm, inputs, onload, tensor_names(root))
@@ -90,7 +92,7 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConf
     return Program(
         facts=facts,
         blocks=blocks,
-        buckets=pack_buckets(facts, blocks, rows),
+        buckets=pack_buckets(facts, blocks, alone=rows, keep=_kept(facts, weight_sources, example_inputs, selected)),
         prices=prices,
         machine=machine,
         top=top,
@@ -101,6 +103,7 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConf
         weight_positions=tuple(dict.fromkeys(source.position for source in weight_sources)),
         sources=weight_sources,
         inputs=passed,
+        output_device=output_device,
         seconds=tuple(watch.laps),
     )
 
@@ -117,6 +120,16 @@ def _arguments(
     return tuple((source_of[p].position, p, name) for p, name in named), tuple(source_of[w.placeholder] for w in facts.weights)
 
 
+def _kept(
+    facts: Facts, sources: Sequence[Source], example_inputs: Sequence[Any], selected: frozenset[int] | None
+) -> frozenset[str]:
+    """Placeholders of the weights that are not selected for offloading."""
+    if selected is None:
+        return frozenset()
+    pairs = zip(facts.weights, sources, strict=True)
+    return frozenset(w.placeholder for w, source in pairs if id(example_inputs[source.position]) not in selected)
+
+
 class _Watch:
     """Seconds a stage took, in order."""
 
@@ -131,7 +144,7 @@ class _Watch:
 
 
 def _refusal(error: Exception) -> Callable[..., Any]:
-    def refuse(*args: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise error
 
     return refuse
@@ -145,9 +158,11 @@ def _available(device: torch.device) -> torch.device:
     if current is None or current.type != device.type:
         there = "no accelerator" if current is None else f"{current.type!r}"
         raise ConfigError(
-            f"backend: onload_device: {str(device)!r} is not available, this machine has {there}; pass onload_device='cpu' to run here"
+            f"backend: onload_device: {str(device)!r} is not available, this machine has {there}; "
+            "pass onload_device='cpu' to run here"
         )
-    return torch.device(device.type, torch.accelerator.current_device_index() if device.index is None else device.index)
+    index: Any = device.index  # None for a bare "cuda", which torch's annotation leaves out
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
 
 
 def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
@@ -160,17 +175,22 @@ def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def _bucket_limit(config: OffloadConfig, total_nbytes: int) -> int:
-    """A twelfth of the weights, in 4 to 112 MiB: copies of some MiB already run at the speed of the link, and less is held back."""
+    """A twelfth of the weights, within 4 to 112 MiB: copies of some MiB already run at the speed of the link."""
     if config.max_bucket_bytes != "auto":
         return config.max_bucket_bytes
     return max(_LEAST_BUCKET_NBYTES, min(_LARGEST_BUCKET_NBYTES, total_nbytes // _PIECES))
 
 
+def _is_broken(gm: fx.GraphModule) -> bool:
+    """Whether the graph ends where Dynamo broke it, and code of the model goes on with its results."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
 def _warn_of_break(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """One warning a place where Dynamo broke the graph."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not getattr(reason, "graph_break", False):
+    if not _is_broken(gm):
         return
+    reason: Any = gm.compile_subgraph_reason
     frame = reason.user_stack[-1] if reason.user_stack else None
     where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
     if where in _warned_breaks:
@@ -179,8 +199,9 @@ def _warn_of_break(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     cause = str(reason.reason).strip().splitlines()[0]
     nbytes = sum(t.numel() * t.element_size() for t in example_inputs if isinstance(t, torch.nn.Parameter))
     warnings.warn(
-        f"backend: graph break at {where} ({cause}): the graphs on both sides are planned apart, so nothing is prefetched across the break and "
-        f"the {show_size(nbytes)} of weights before it are copied again at every call; remove the break (fullgraph=True finds it)",
+        f"backend: graph break at {where} ({cause}): the graphs on both sides are planned apart, so nothing is prefetched across "
+        f"the break and the {show_size(nbytes)} of weights before it are copied again at every call; remove the break "
+        "(fullgraph=True finds it)",
         OffloadWarning,
         stacklevel=2,
     )

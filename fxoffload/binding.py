@@ -22,12 +22,12 @@ from fxoffload.debug import logger, switches
 from fxoffload.engine import Engine
 from fxoffload.lower import TopLevel, generate
 from fxoffload.names import identifier
+from fxoffload.pack import pack_program
 from fxoffload.plan import Plan, Resident
 from fxoffload.planner import Knobs, make_plan, smallest_budget
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program
 from fxoffload.sizes import show_size
-from fxoffload.pack import pack_program
 from fxoffload.store import HostBucket, HostWeight, version_of
 from fxoffload.transfer import Slot
 from fxoffload.verify import check_plan
@@ -110,9 +110,9 @@ class Binding:
             async_transfer=config.async_transfer,
         )
 
-    def smallest_budget(self) -> int:
-        """The least budget, in bytes, that this graph runs in, by what is known of its activations now."""
-        return smallest_budget(self.costs, self.knobs, activation_nbytes=self.activation_nbytes)
+    def smallest_budget(self, *, overlap: bool = False) -> int:
+        """The least budget, in bytes, that this graph runs in (`planner.smallest_budget`), by what is known of its activations now."""
+        return smallest_budget(self.costs, self.knobs, activation_nbytes=self.activation_nbytes, overlap=overlap)
 
     def decide(self, budget_nbytes: int) -> Plan:
         """The plan for a budget. Changes nothing. Raises BudgetError or ConfigError."""
@@ -229,10 +229,13 @@ class Binding:
                 self._restore(self.plan)
             engine.current = None
             outputs = self.top.forward(*[args[position] for position, _, _ in self.program.inputs])
-            self._finish(self.plan)
+            self._finish()
             if self._phase != _STEADY:
                 self._next_phase()
-            return outputs
+        target = self.program.output_device
+        if target is not None:
+            outputs = tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in outputs)
+        return outputs
 
     def _see_edits(self, args: Sequence[Any]) -> None:
         """Weights that lie elsewhere now are taken over; weights that were written to are copied again."""
@@ -264,7 +267,7 @@ class Binding:
         for load in plan.live_at_start():
             transfer.prefetch(self._slots[load.name])
 
-    def _finish(self, plan: Plan) -> None:
+    def _finish(self) -> None:
         engine = self.engine
         for weight in self._mutated:
             weight.whole.view.copy_(self._device_views[weight])
@@ -304,7 +307,8 @@ class Binding:
                 show_size(measured),
                 show_size(self.activation_nbytes),
             )
-            # What the allocator holds comes in pieces of 20 MiB that fall otherwise at other addresses; below a few of them it tells little.
+            # What the allocator holds comes in pieces of 20 MiB that fall otherwise at other addresses; below a few of them it
+            # tells little.
             self.activation_nbytes = max(measured + _ALLOCATOR_SLACK, min(self.activation_nbytes, 3 * _ALLOCATOR_SLACK))
             self.engine.measured[self.program] = self.activation_nbytes
         self.replan()

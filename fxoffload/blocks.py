@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fxoffload.facts import Facts, NodeFacts
 from fxoffload.names import identifier
@@ -164,7 +165,7 @@ def _cut(
     while bounds[-1]:
         bounds.append(best[bounds[-1]][1])
     bounds.reverse()
-    return [nodes[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [nodes[a:b] for a, b in pairwise(bounds)]
 
 
 def _places(cut_cost: list[int], start: int, starts: list[int]) -> list[int]:

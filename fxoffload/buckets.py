@@ -2,7 +2,8 @@
 
 A segment's bucket holds the weights that the segment is the first to read and that no other segment reads. Weights that
 several segments read (tied, a block called twice, a view used later) form buckets of their own, one for each set of segments;
-so do the ones that the model writes, which must stay resident, and every run of rows of a weight that was cut. Inside a bucket every weight starts at a multiple of 256 bytes.
+so do the ones that the model writes, which must stay resident, and every run of rows of a weight that was cut. Inside a bucket
+every weight starts at a multiple of 256 bytes.
 """
 
 from __future__ import annotations
@@ -46,8 +47,13 @@ class Buckets:
         )
 
 
-def pack_buckets(facts: Facts, blocks: Blocks, alone: frozenset[str] = frozenset()) -> Buckets:
-    """Give every weight that is read to exactly one bucket, in order of first use; those in `alone` to one of their own."""
+def pack_buckets(
+    facts: Facts, blocks: Blocks, *, alone: frozenset[str] = frozenset(), keep: frozenset[str] = frozenset()
+) -> Buckets:
+    """Give every weight that is read to exactly one bucket, in order of first use.
+
+    Placeholders in `alone` get buckets of their own; those in `keep` must stay resident, as the ones that the model writes must.
+    """
     weights = {w.placeholder: w for w in facts.weights}
     uses: dict[str, list[int]] = {}
     for i, segment in enumerate(blocks.segments):
@@ -55,16 +61,18 @@ def pack_buckets(facts: Facts, blocks: Blocks, alone: frozenset[str] = frozenset
             uses.setdefault(weight, []).append(i)
     members: dict[tuple[tuple[int, ...], bool, str], list[str]] = {}
     for weight, segments in uses.items():
-        members.setdefault((tuple(segments), weights[weight].mutated, weight if weight in alone else ""), []).append(weight)
+        stays = weights[weight].mutated or weight in keep
+        members.setdefault((tuple(segments), stays, weight if weight in alone else ""), []).append(weight)
     buckets: list[Bucket] = []
     taken: set[str] = set()
-    for (segments, mutated, _), names in sorted(members.items(), key=lambda item: item[0]):
+    for (segments, stays, _), names in sorted(members.items(), key=lambda item: item[0]):
         nbytes = sum(align(weights[name].nbytes) for name in names)
-        suffix = ".state" if mutated else ".shared" if len(segments) > 1 else ""
-        name = f"{blocks.segments[segments[0]].name}{suffix}"
+        first = blocks.segments[segments[0]].name
+        suffix = ".kept" if stays else ".shared" if len(segments) > 1 else ""
+        name = f"{first}{suffix}"
         while name in taken:
             name += "+"
         taken.add(name)
         if nbytes:
-            buckets.append(Bucket(name, nbytes, tuple(names), segments, mutated))
+            buckets.append(Bucket(name, nbytes, tuple(names), segments, stays))
     return Buckets(tuple(buckets))

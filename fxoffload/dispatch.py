@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxoffload.binding import Binding
-from fxoffload.engine import Engine, engine_for
+from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.owner import owner_of, tensor_names
 from fxoffload.program import Program
 
@@ -21,6 +21,8 @@ class Dispatch:
         self.program = program
         self._bindings: weakref.WeakValueDictionary[tuple[int, ...], Binding] = weakref.WeakValueDictionary()
         self._positions = program.weight_positions
+        self._weightless: list[Engine] = []
+        """Engines that no weight keeps alive, because the graph has none with bytes."""
 
     def __call__(self, *args: Any) -> Any:
         binding = self._bindings.get(tuple([id(args[i]) for i in self._positions]))
@@ -44,6 +46,8 @@ class Dispatch:
             engine.bindings = [b for b in engine.bindings if not b.is_stale()]
             engine.bindings.append(binding)
             self._bindings[binding.ids] = binding
+            if find_engine(list(tensors.values())) is not engine:
+                self._weightless.append(engine)
         return binding
 
 

@@ -1,8 +1,8 @@
 """The predicted timeline of a plan: as a value, as a picture, as a trace for Perfetto.
 
-The picture shows one forward in steady state. Above, the copy engine and the compute engine: a segment has the colour of the copies
-that it waits for, or is grey where all of its weights are resident; a stall is hatched. A copy for the next forward stands where it
-happens, at the end. Below, the arena: who owns which of its bytes, from the start of a copy to the eviction.
+The picture shows one forward in steady state. Above, the copy engine and the compute engine: a segment has the colour of the
+copy that it waits for, or is grey where all of its weights are persistent; a stall is hatched. A copy for the next forward stands
+where it happens, at the end. Below, the arena: who owns which of its bytes, from the start of a copy to the eviction.
 """
 
 from __future__ import annotations

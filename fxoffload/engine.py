@@ -49,7 +49,7 @@ class Stats:
     stalls: int
     forwards: int
     restores: int
-    """How often a forward found the arena in another state than its plan begins with: first calls, edits, other graphs, exceptions."""
+    """How often a forward had to bring the arena into its plan's start state: first calls, edits, other graphs, exceptions."""
 
 
 class Engine:
@@ -175,7 +175,10 @@ def engine_for(
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """(total, free now) bytes of a device; free includes what this process's allocator has cached. For the CPU, the host's memory."""
+    """(total, free now) bytes of a device; free includes what this process's allocator has cached.
+
+    For the CPU, the host's memory.
+    """
     if device.type == "cpu":
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")

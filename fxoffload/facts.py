@@ -11,6 +11,10 @@ as sympy expressions of the dynamic dimensions (plain integers when shapes are s
 a storage, so a view of a weight counts as a use of that weight wherever it is read.
 """
 
+# Private names of torch: the tracing context and its fake mode, Dynamo's guard of the random state, dispatch modes, the overload
+# packet of an operator, pytrees, storage identity, version counters. Checked on torch 2.11 and 2.13.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import operator
@@ -23,12 +27,13 @@ import torch
 import torch.fx as fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from fxoffload.errors import GradientError, WeightError
-from fxoffload.hostalias import is_module_state
+from fxoffload.hostalias import is_module_state, placeholder_source
 from fxoffload.names import dotted_name
 
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
@@ -106,7 +111,8 @@ def _expr(size: Any) -> sympy.Expr:
 
 def _nbytes(tensor: torch.Tensor) -> sympy.Expr:
     """Bytes from the first to the last element: 1 + sum (size - 1) * stride elements."""
-    if any(isinstance(size, int) and size == 0 for size in tensor.shape):
+    sizes: Any = tensor.shape  # of int and SymInt; a SymInt is not compared, which would guard on it
+    if any(isinstance(size, int) and size == 0 for size in sizes):
         return sympy.Integer(0)
     last = sum(((_expr(n) - 1) * _expr(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)), sympy.Integer(0))
     return (last + 1) * tensor.element_size()
@@ -154,12 +160,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def placeholder_source(node: fx.Node) -> Any:
-    """Where Dynamo found the input of a placeholder, or None."""
-    grapharg = node.meta.get("grapharg")
-    return grapharg.source if grapharg is not None else None
-
-
 def is_weight(node: fx.Node, real: Any) -> bool:
     """Parameters and buffers wherever they lie; plain tensor attributes only when they lie on the host."""
     if not isinstance(real, torch.Tensor):
@@ -185,9 +185,16 @@ def _refuse(name: str, real: torch.Tensor) -> None:
         raise WeightError(f"facts: {name}: layout {real.layout} cannot be streamed; convert it to a strided tensor")
 
 
+def _fake_mode() -> FakeTensorMode:
+    """The mode that Dynamo traces this graph in, and AOTAutograd will use."""
+    fake_mode = TracingContext.get().fake_mode
+    assert fake_mode is not None
+    return fake_mode
+
+
 def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device) -> tuple[list[Any], set[str]]:
     """One fake a placeholder, in the mode that AOTAutograd will use; weights get storages of their own, on the onload device."""
-    fake_mode = TracingContext.get().fake_mode
+    fake_mode = _fake_mode()
     weights: set[str] = set()
     fakes: list[Any] = []
     for node, real in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
@@ -208,8 +215,7 @@ def _mutates_statistics(node: fx.Node) -> bool:
     """Batch norm in training mode writes its running statistics, which no version counter of a fake tensor shows."""
     if node.target not in _BATCH_NORM:
         return False
-    training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
-    return bool(training)
+    return bool(node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False))
 
 
 def _kind(node: fx.Node, flops: sympy.Expr, allocates: bool) -> str:
@@ -227,9 +233,8 @@ def _module_path(node: fx.Node) -> tuple[tuple[str, str, str], ...]:
     return tuple((key, dotted_name(path), getattr(cls, "__name__", str(cls))) for key, (path, cls) in stack.items())
 
 
-def _hints(fakes: Sequence[Any]) -> tuple[tuple[sympy.Symbol, int], ...]:
-    fake_mode = TracingContext.get().fake_mode
-    env = fake_mode.shape_env if fake_mode is not None else None
+def _hints() -> tuple[tuple[sympy.Symbol, int], ...]:
+    env: Any = _fake_mode().shape_env
     if env is None:
         return ()
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
@@ -242,19 +247,12 @@ def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.
     `names` gives the qualified name of a module's tensor by its `id`; what is not in it is named by its Dynamo source.
     Raises WeightError for a weight that cannot be streamed, GradientError when the graph would record gradients.
     """
-    output_node = gm.graph.output_node()
-    for value in tree_leaves(fx.map_arg(output_node.args, lambda n: n.meta.get("example_value"))):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise GradientError(
-                "facts: the outputs of this model require gradients, and weights are streamed for inference only; "
-                "call the model under torch.no_grad() or torch.inference_mode()"
-            )
+    _refuse_gradients(gm)
     fakes, weight_names = _fake_inputs(gm, example_inputs, onload)
     placeholders = gm.graph.find_nodes(op="placeholder")
     versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
-    fake_mode = TracingContext.get().fake_mode
     reader = _Reader(gm)
-    with torch._dynamo.utils.preserve_rng_state(), torch.no_grad(), fake_mode, enable_python_dispatcher():
+    with torch._dynamo.utils.preserve_rng_state(), torch.no_grad(), _fake_mode(), enable_python_dispatcher():
         reader.run(*fakes)
 
     storage_of_weight = {_storage(f): n.name for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
@@ -281,7 +279,7 @@ def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.
         for node in gm.graph.nodes
         if node.op not in ("placeholder", "output")
     )
-    outputs = [n.meta["val"] if isinstance(n, fx.Node) else n for n in output_node.args[0]]
+    outputs = _outputs(gm)
     return Facts(
         weights=weights,
         inputs=inputs,
@@ -290,8 +288,23 @@ def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.
         output_weights=tuple(
             i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and _storage(value) in storage_of_weight
         ),
-        hints=_hints(fakes),
+        hints=_hints(),
     )
+
+
+def _refuse_gradients(gm: fx.GraphModule) -> None:
+    for value in tree_leaves(fx.map_arg(gm.graph.output_node().args, lambda n: n.meta.get("example_value"))):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise GradientError(
+                "facts: the outputs of this model require gradients, and weights are streamed for inference only; "
+                "call the model under torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def _outputs(gm: fx.GraphModule) -> list[Any]:
+    """The values that the graph returns, once it has run."""
+    returned: Any = gm.graph.output_node().args[0]
+    return [n.meta["val"] if isinstance(n, fx.Node) else n for n in returned]
 
 
 def _weight(node: fx.Node, real: torch.Tensor, names: Mapping[int, str], *, mutated: bool) -> Weight:

@@ -12,6 +12,10 @@ bound once, so a node costs a call and no look-up:
         ...
 """
 
+# Private names of torch: the entry points of Dynamo's aot_eager and of Inductor, and Inductor's options of a mode. Checked on
+# torch 2.11 and 2.13.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import linecache
@@ -23,10 +27,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload import ops
 from fxoffload.config import OffloadConfig
 from fxoffload.names import identifier
-from fxoffload.split import segment_inputs, segment_key
+from fxoffload.split import segment_inputs, segment_key, segment_module
 
 Compiled = Callable[..., Any]
 
@@ -37,7 +40,7 @@ def compile_segments(top: fx.GraphModule, config: OffloadConfig) -> tuple[dict[s
     by_key: dict[str, Compiled] = {}
     programs: dict[str, Compiled] = {}
     for node in top.graph.find_nodes(op="call_module"):
-        child = top.get_submodule(node.target)
+        child = segment_module(top, node.target)
         key = segment_key(child)
         if key not in by_key:
             by_key[key] = compile_one(child, segment_inputs(child))
@@ -47,7 +50,7 @@ def compile_segments(top: fx.GraphModule, config: OffloadConfig) -> tuple[dict[s
 
 def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Compiled]:
     if config.segment_compiler == "eager":
-        return lambda child, inputs: child.forward
+        return lambda child, _: child.forward
     if config.segment_compiler == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
@@ -56,7 +59,11 @@ def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Co
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(config.mode) if config.mode else {}), **(config.inductor or {}), "triton.cudagraphs": False}
-    return lambda child, inputs: compile_fx(child, inputs, config_patches=patches)
+
+    def inductor(child: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compile_fx(child, inputs, config_patches=patches)
+
+    return inductor
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +87,9 @@ def generate(
 ) -> TopLevel:
     """Source and function of the top level `gm` (after the passes).
 
-    `inputs` gives the parameter names of the placeholders that are passed in; `weight(placeholder, segment)` name and view of one of
-    the placeholders `weights` for one segment; `operations` a maker of a no-argument call for `ops.prefetch`, `ops.wait`, `ops.evict`.
+    `inputs` gives the parameter names of the placeholders that are passed in; `weight(placeholder, segment)` name and view of
+    one of the placeholders `weights` for one segment; `operations` makes a no-argument call for each of `ops.prefetch`,
+    `ops.wait` and `ops.evict`.
     Outputs at the positions `output_weights` alias a weight: they leave as copies, on `device`.
     """
     writer = _Writer(gm, programs, weights, weight, inputs, operations, output_weights, device)
@@ -144,20 +152,22 @@ class _Writer:
             return []
         if node.op == "call_module":
             return [*self._segment(node), *self._deletions(node)]
+        target: Any = node.target
         if node.op == "output":
-            return [f"return ({''.join(f'{self._output(i, value)}, ' for i, value in enumerate(node.args[0]))})"]
-        if node.target in self._operations:
-            return [f"{self._bind(node.name, self._operations[node.target](*node.args))}()"]
-        assert node.target is operator.getitem, f"{node.format_node()} at the top level"
+            returned: Any = node.args[0]
+            return [f"return ({''.join(f'{self._output(i, value)}, ' for i, value in enumerate(returned))})"]
+        if target in self._operations:
+            return [f"{self._bind(node.name, self._operations[target](*node.args))}()"]
+        assert target is operator.getitem, f"{node.format_node()} at the top level"
         return []
 
     def _segment(self, node: fx.Node) -> list[str]:
         segment = str(node.target)
-        results = {int(user.args[1]): user for user in node.users if user.target is operator.getitem}
-        count = len(self.gm.get_submodule(segment).graph.output_node().args[0])
-        for index, user in results.items():
+        results = {_item(user)[1]: user for user in node.users if user.target is operator.getitem}
+        returned: Any = segment_module(self.gm, segment).graph.output_node().args[0]
+        for user in results.values():
             self._names[user] = _result_name(user)
-        targets = "".join(f"{self._names[results[i]] if i in results else '_'}, " for i in range(count))
+        targets = "".join(f"{self._names[results[i]] if i in results else '_'}, " for i in range(len(returned)))
         arguments = ", ".join(self._argument(a, segment) for a in node.args)
         return [f"{targets}= {segment}({arguments})" if results else f"{segment}({arguments})"]
 
@@ -188,7 +198,14 @@ class _Writer:
         return f"{text}.clone()" if index in self._output_weights else text
 
 
+def _item(item: fx.Node) -> tuple[str, int]:
+    """The segment, and the position in what it returns, of a `getitem`."""
+    args: Any = item.args
+    call, index = args
+    return str(call.target), int(index)
+
+
 def _result_name(item: fx.Node) -> str:
     """`blocks_0_out1` for item 1 of what segment `blocks_0` returns."""
-    segment, index = item.args
-    return f"{segment.target}_out{index}"
+    segment, index = _item(item)
+    return f"{segment}_out{index}"

@@ -12,6 +12,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _BYTES_PER_MS = 1e6  # of one GB/s
 _FLOPS_PER_MS = 1e9  # of one TFLOP/s
@@ -51,8 +52,9 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path) -> Machine:
-        data = json.loads(path.read_text())
-        return cls(**{**data, "tflop_s": tuple((str(k), float(v)) for k, v in data["tflop_s"])})
+        data: dict[str, Any] = json.loads(path.read_text())
+        data["tflop_s"] = tuple((str(k), float(v)) for k, v in data["tflop_s"])
+        return cls(**data)
 
     def __str__(self) -> str:
         rates = "  ".join(f"{dtype} {rate:.0f} TFLOP/s" for dtype, rate in self.tflop_s)

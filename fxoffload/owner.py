@@ -5,6 +5,9 @@ models of one class share it, and with a graph break one function serves every b
 budget belong to the model that the user compiled, so it is found where it is certain: on the Python stack of the call.
 """
 
+# Private names of torch: the wrapper module of torch.compile. Checked on torch 2.11 and 2.13.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import sys

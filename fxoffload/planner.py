@@ -28,7 +28,7 @@ from itertools import pairwise
 from fxoffload.cost import Costs
 from fxoffload.errors import BudgetError
 from fxoffload.plan import Load, Plan, Resident
-from fxoffload.residency import Layout, better, choose, choose_fixed, choose_unoverlapped
+from fxoffload.residency import Layout, choose, choose_fixed, choose_unoverlapped
 from fxoffload.sizes import format_size, show_size
 from fxoffload.stream import ALIGN, Problem, align, earliest_positions
 from fxoffload.timeline import simulate, windowed_bound
@@ -37,6 +37,7 @@ PREFETCH_LIMIT = 8
 _EFFORT = 60_000
 """Loads to simulate in the local search, over all its trials."""
 _MOST_TRIALS = 300
+_COUNTS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,20 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
     return dataclasses.replace(plan, step_ms=simulate(plan, costs).step_ms)
 
 
-def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> int:
-    """The least budget (bytes) for which `make_plan` finds a plan."""
+def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None, overlap: bool = False) -> int:
+    """The least budget (bytes) for which `make_plan` finds a plan.
+
+    With `overlap`, the least that holds the weights of any two segments that stream one behind the other, so that every copy can run
+    beside compute; below it some copy has to wait until the segment before is done.
+    """
     problem = _problem(costs, knobs)
     residents = _must_stay(problem, knobs)
-    return _activations(costs, activation_nbytes) + problem.size(residents) + max(problem.needed_nbytes(residents), default=0)
+    needed = [nbytes for nbytes in problem.needed_nbytes(residents) if nbytes]
+    most = max(needed, default=0)
+    if overlap and len(needed) > 1:
+        streamed = problem.size(frozenset(range(len(problem.nbytes)))) - problem.size(residents)
+        most = max(most, min(max(map(sum, pairwise([*needed, needed[0]]))), streamed))
+    return _activations(costs, activation_nbytes) + problem.size(residents) + most
 
 
 def persistent_indices(n: int, persistent: int, bins: int) -> frozenset[int]:
@@ -170,13 +180,24 @@ def _choose(problem: Problem, knobs: Knobs, weight_nbytes: int) -> Layout | None
 
 
 def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | None:
-    """Bins are given, the number of persistent buckets is not: the best of all counts that fit."""
+    """Bins are given, the number of persistent buckets is not: about the best of all counts that fit."""
+    n = len(problem.nbytes)
+
+    def layout(count: int) -> Layout | None:
+        residents = problem.kept | persistent_indices(n, count, bins)
+        if problem.size(residents) + max(problem.needed_nbytes(residents), default=0) > weight_nbytes:
+            return None
+        return choose_fixed(problem, weight_nbytes, residents, rotations=1)
+
     best: Layout | None = None
-    for count in range(len(problem.nbytes) + 1):
-        residents = problem.kept | persistent_indices(len(problem.nbytes), count, bins)
-        if problem.size(residents) + max(problem.needed_nbytes(residents)) > weight_nbytes:
-            continue
-        best = better(best, choose_fixed(problem, weight_nbytes, residents, rotations=1))
+    best_count, stride = 0, -(-(n + 1) // _COUNTS)
+    # All counts of a coarse grid, then those around the best of them.
+    for refine in (False, True):
+        counts = range(max(best_count - stride, 0), min(best_count + stride, n) + 1) if refine else range(0, n + 1, stride)
+        for count in counts:
+            found = layout(count)
+            if found is not None and (best is None or found.beats(best)):
+                best, best_count = found, count
     return best
 
 

@@ -22,8 +22,8 @@ from fxoffload.rows import Source
 class Program:
     """One compiled graph.
 
-    `weight_positions` are the arguments of a call that are weights, `sources` says for each of `facts.weights` which argument it comes
-    from; `inputs` are the arguments that are passed on: (position, placeholder, parameter name in the generated function).
+    `weight_positions` are the arguments of a call that are weights, `sources` says for each of `facts.weights` which argument it
+    comes from; `inputs` are the arguments passed on: (position, placeholder, parameter name in the generated function).
     """
 
     facts: Facts
@@ -39,6 +39,8 @@ class Program:
     weight_positions: tuple[int, ...]
     sources: tuple[Source, ...]
     inputs: tuple[tuple[int, str, str], ...]
+    output_device: torch.device | None
+    """Where results go; None where they are, and where code behind a graph break goes on with them."""
     seconds: tuple[tuple[str, float], ...]
     """How long each stage took."""
 

@@ -5,8 +5,8 @@ A row of an embedding is looked up in exactly one piece, and an output feature o
     embedding(ids, W)  =  where(ids in piece k, embedding(ids - first_k, W_k), ...)     over the pieces k
     linear(x, W, b)    =  cat_k linear(x, W_k, b_k)
 
-Both select or concatenate values and add none, so the embedding is exact, and the projection as exact as its kernel is for another
-number of rows. An index outside the table is still an error of the first or the last piece. Other readers of a weight
+Both select or concatenate values and add none, so the embedding is exact, and the projection as exact as its kernel is for
+another number of rows. An index outside the table is still an error of the first or the last piece. Other readers of a weight
 (a convolution, an embedding with `max_norm`, which writes to its table) keep it whole.
 """
 

@@ -33,7 +33,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], *, fold: bool 
     lines = fold_rows(rows) if fold else [tuple(map(str, row)) for row in rows]
     columns = list(zip(headers, *lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    numeric = [all(cell in ("", "-") or _is_number(cell) for cell in column[1:]) for column in columns]
+    numeric = [any(map(_is_number, column[1:])) and all(map(_is_number_or_none, column[1:])) for column in columns]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric, strict=True)
@@ -104,6 +104,10 @@ def _is_float(text: str) -> bool:
 
 def _is_number(text: str) -> bool:
     return _is_float(text) or text.isdigit()
+
+
+def _is_number_or_none(text: str) -> bool:
+    return text in ("", "-") or _is_number(text)
 
 
 def plan_table(plan: Plan, costs: Costs | None = None) -> str:

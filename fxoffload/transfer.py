@@ -1,8 +1,8 @@
 """Copies from the host store into the arena: on a copy stream of an accelerator, or on a thread when the CPU is the device.
 
-Both serve the same four calls. `prefetch` starts a copy behind all earlier ones, `wait` makes compute wait for it, `evict` says that
-the last reader is launched, and `drain` makes everything issued so far precede what is issued next. On an accelerator no call
-blocks the host.
+Both serve the same four calls. `prefetch` starts a copy behind all earlier ones, `wait` makes compute wait for it, `evict` says
+that the last reader is launched, and `drain` makes everything issued so far precede what is issued next. On an accelerator no
+call blocks the host.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ class ThreadTransfer:
 
     def prefetch(self, slot: Slot, after: Slot | None = None) -> None:
         """`after` needs no waiting here: its eviction has happened on this very thread."""
+        del after
         slot.ready.clear()
         self.counters.prefetches += 1
         self.counters.nbytes_copied += slot.nbytes

@@ -12,7 +12,10 @@ from fxoffload.plan import Plan
 
 
 class Pass(Protocol):
-    """A frozen dataclass with options as fields. It may change `gm` in place and returns it; lint, recompile and checks are the runner's."""
+    """A frozen dataclass with options as fields.
+
+    It may change `gm` in place and returns it; lint, recompile and checks are the runner's.
+    """
 
     name: ClassVar[str]
 
@@ -26,7 +29,8 @@ def segment_calls(gm: fx.GraphModule, plan: Plan) -> list[fx.Node]:
     if list(calls) != wanted:
         missing = sorted(set(wanted) ^ {str(target) for target in calls}) or "another order"
         raise PlanError(
-            f"passes: the plan is for another graph: it has {len(wanted)} segments, the graph {len(calls)} (differs: {missing}); plan this graph"
+            f"passes: the plan is for another graph: it has {len(wanted)} segments, the graph {len(calls)} "
+            f"(differs: {missing}); plan this graph"
         )
     return [calls[name] for name in wanted]
 

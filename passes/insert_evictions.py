@@ -10,7 +10,8 @@ After, with a plan that streams `blocks.1`:
     getitem_1 = blocks_1[0]
 
 An eviction stands right behind the call of the last reader, so that nothing else delays the copy that waits for it. Refuses a
-plan for another graph. Evicting at the next prefetch of the same bytes was refused: it would hide from the graph how long a load lives.
+plan for another graph. Evicting at the next prefetch of the same bytes was refused: it would hide from the graph how long a
+load lives.
 """
 
 from __future__ import annotations

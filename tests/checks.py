@@ -76,11 +76,9 @@ def assert_streams(model: Any) -> None:
     """The last forward was one in steady state: it copied what its plan says, and that was not nothing."""
     stats, plan = fxoffload.stats(model), fxoffload.get_plan(model)
     assert plan.streamed_nbytes > 0
-    assert (stats.nbytes_copied, stats.nbytes_resident, stats.prefetches) == (
-        plan.streamed_nbytes,
-        plan.resident_nbytes,
-        len(plan.loads),
-    )
+    got = (stats.nbytes_copied, stats.nbytes_resident, stats.prefetches)
+    wanted = (plan.streamed_nbytes, plan.resident_nbytes, len(plan.loads))
+    assert got == wanted, f"(bytes copied, bytes resident, prefetches) {got}, planned {wanted}"
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:

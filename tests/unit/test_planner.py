@@ -54,6 +54,28 @@ def test_every_look_ahead(n: int, slots: int, look_ahead: int):
         assert plan.step_ms == n
 
 
+@pytest.mark.parametrize("look_ahead", range(1, 6))
+def test_the_look_ahead_holds_on_the_device_too(look_ahead: int):
+    """The host is far ahead, so it is `after` that keeps a copy from starting before its turn."""
+    costs = chain([UNIT] * 12, [0.0, 0.0, 4.0] * 4)
+    plan = make_plan(costs, 8 * UNIT, Knobs(persistent_buckets=0, transfer_buckets=look_ahead))
+    check_plan(plan, costs)
+    timeline = simulate(plan, costs)
+    used_ms = [timeline.segments[load.wait_before].start_ms for load in plan.loads]
+    spans = [(load.start_ms, used) for load, used in zip(timeline.loads, used_ms, strict=True)]
+    spans += [(start + timeline.step_ms, used + timeline.step_ms) for start, used in spans]
+    for now, _ in spans[: len(plan.loads)]:
+        assert sum(start <= now < used - 1e-9 for start, used in spans) <= look_ahead
+
+
+def test_smallest_budget_with_tiny_buckets():
+    """Tiny buckets are kept first, but not where there is no room for them."""
+    costs = chain([UNIT, 1000 * UNIT] * 8, [1.0] * 16, 1000.0 * UNIT, latency_ms=1.0)
+    assert smallest_budget(costs) == 1000 * UNIT
+    for budget in (1000, 1001, 1007, 1008, 1500, 2000):
+        check_plan(make_plan(costs, budget * UNIT), costs)
+
+
 @pytest.mark.parametrize(
     ("n", "persistent", "bins", "kept"),
     [

@@ -1,0 +1,105 @@
+"""The command line. What a user can act on is one line on stderr and exit code 2; a bug of ours is a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fxoffload.errors import ConfigError, OffloadError, PlanError
+from fxoffload.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+_REFUSED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code: 0, 1 where a demo's results differ, 2 for an error that a user can act on."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except OffloadError as error:
+        print(f"fxoffload: {error}", file=sys.stderr)
+        return _REFUSED
+
+
+def _parser() -> argparse.ArgumentParser:
+    from fxoffload import __version__
+
+    parser = argparse.ArgumentParser(prog="fxoffload", description="Stream a transformer's weights from host memory, by plan.")
+    parser.add_argument("--version", action="version", version=f"fxoffload {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    demo = commands.add_parser("demo", help="run two small models from host memory, and draw what was planned")
+    _add_device(demo)
+    demo.add_argument("--out", type=Path, default=Path("fxoffload-demo"), metavar="DIR", help="where pictures go (%(default)s)")
+    demo.set_defaults(run=_demo)
+
+    plan = commands.add_parser("plan", help="print a saved plan")
+    plan.add_argument("path", type=Path, metavar="PATH", help="a file that Plan.save wrote")
+    plan.set_defaults(run=_plan)
+
+    calibrate = commands.add_parser("calibrate", help="print this machine's constants, measured at the first use")
+    _add_device(calibrate)
+    calibrate.add_argument("--force", action="store_true", help="measure again, and keep the result")
+    calibrate.set_defaults(run=_calibrate)
+    return parser
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: an accelerator if there is one")
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` as a device. Raises ConfigError for one that this machine does not have."""
+    import torch
+
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        return torch.device("cpu") if current is None else current
+    if name != "cpu" and (current is None or current.type != name):
+        there = "no accelerator" if current is None else repr(current.type)
+        raise ConfigError(f"cli: --device: {name!r} is not available, this machine has {there}; give --device auto")
+    return torch.device(name)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from fxoffload import demo
+
+    return 0 if demo.run(choose_device(arguments.device), arguments.out) else 1
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    print(read_plan(arguments.path))
+    return 0
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file. Raises PlanError for a file that cannot be read, or that holds no plan."""
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        raise PlanError(f"cli: {path}: {error.strerror}; give a file that Plan.save wrote") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"cli: {path}: this is no saved plan ({error}); give a file that Plan.save wrote") from error
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from fxoffload import calibrate
+
+    device = choose_device(arguments.device)
+    if device.type == "cpu":
+        print(calibrate.machine_of(device))
+        print("nominal constants, the same everywhere: on the CPU device nothing is measured")
+        return 0
+    path = calibrate.cache_path(device)
+    if arguments.force:
+        path.unlink(missing_ok=True)
+        calibrate.machine_of.cache_clear()
+    print(calibrate.machine_of(device))
+    print(f"kept in {path}" if path.is_file() else f"{path} cannot be written: measured again at the next use")
+    return 0

@@ -1,0 +1,89 @@
+"""Seeing that a weight was edited since it was copied to the device, at every call, in well under a millisecond.
+
+Three looks, each at all weights of a graph at once:
+
+- the address: `p.data = other` puts other memory behind a parameter;
+- the version counter: in-place operations on the parameter raise it;
+- a probe of the bytes: `p.data += x`, as PEFT merges adapters, raises no counter, for `p.data` is another tensor object over the same
+  memory. So up to 16 elements of every weight, spread over its memory, are compared with what they were. Dense edits change some of
+  them; an edit of a few single elements through `.data` may change none, and needs `fxoffload.refresh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+
+_SAMPLES = 16
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """The version counter, or None for an inference tensor, which has none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of up to 16 elements of a host tensor, spread over its memory, as integers of their width."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    count = tensor.numel()
+    flat = tensor.as_strided((count,), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
+    step = max(count // _SAMPLES, 1)
+    # A step that divides the row length would look at the same columns in every row.
+    while step > 1 and gcd(step, tensor.shape[-1]) > 1:
+        step -= 1
+    return flat[::step][:_SAMPLES].view(_BITS[tensor.element_size()])
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory, in whatever order."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return last == tensor.numel() and tensor.dim() > 0
+
+
+class EditWatch:
+    """Remembers the weights of one graph, which lie in the host store at `views`, as they were."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        self._pointers = [view.data_ptr() for view in views]
+        self._versions = [version_of(t) for t in tensors]
+        self._order: list[int] = []
+        self._groups: list[list[torch.Tensor]] = []
+        with torch.inference_mode(False):
+            by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+            for k, view in enumerate(views):
+                if view.numel():
+                    probe = sample(view)
+                    by_dtype.setdefault(probe.dtype, []).append((k, probe))
+            for probes in by_dtype.values():
+                self._groups.append([probe for _, probe in probes])
+                self._order.extend(k for k, probe in probes for _ in range(probe.numel()))
+            self._known = self._read()
+
+    def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Indices of the weights whose memory is not the store's any more."""
+        pointers = [t.data_ptr() for t in tensors]
+        if pointers == self._pointers:
+            return []
+        return [k for k, (now, then) in enumerate(zip(pointers, self._pointers, strict=True)) if now != then]
+
+    def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Indices of the weights whose values changed since the last question."""
+        found: set[int] = set()
+        versions = [version_of(t) for t in tensors]
+        if versions != self._versions:
+            found.update(k for k, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then)
+            self._versions = versions
+        values = self._read()
+        if not all(map(torch.equal, values, self._known)):
+            changed = torch.cat([(now != then) for now, then in zip(values, self._known, strict=True)])
+            found.update(self._order[i] for i in changed.nonzero().view(-1).tolist())
+            self._known = values
+        return sorted(found)
+
+    def _read(self) -> list[torch.Tensor]:
+        with torch.inference_mode(False):
+            return [torch.cat(probes) for probes in self._groups]

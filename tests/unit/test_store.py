@@ -1,0 +1,206 @@
+"""The host store: one flat, aligned copy of every weight; the weights stay ordinary tensors that save and load."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxoffload import OffloadWarning, store
+from fxoffload.store import HostStore
+from tests.checks import offload
+from tests.models import rows, toy
+
+
+def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
+    return [(f"w{i}", nn.Parameter(torch.rand(shape).to(dtype), requires_grad=False)) for i, shape in enumerate(shapes)]
+
+
+def test_every_weight_is_aligned_and_a_view_of_the_bucket() -> None:
+    named = [*weights((3,), (100, 7), ()), *weights((5,), dtype=torch.bfloat16), *weights((9,), dtype=torch.int8)]
+    values = [p.clone() for _, p in named]
+    bucket = HostStore(None).pack("b", named)
+    assert bucket.nbytes == 256 + 2816 + 256 + 256 + 256
+    assert [w.offset for w in bucket.weights] == [0, 256, 3072, 3328, 3584]
+    for (_, p), value, weight in zip(named, values, bucket.weights, strict=True):
+        assert torch.equal(p, value)
+        assert p.data_ptr() == bucket.flat.data_ptr() + weight.offset
+        assert p.data_ptr() % 256 == 0
+        assert p.untyped_storage().nbytes() == p.nbytes
+        p.zero_()
+    assert not bucket.flat[:12].any()
+
+
+def test_the_original_memory_goes_as_each_bucket_is_packed() -> None:
+    named = weights((64, 64), (64,), (64, 64))
+    freed: list[str] = []
+    for name, p in named:
+        weakref.finalize(p.untyped_storage(), freed.append, name)
+    host = HostStore(None)
+    storages = [p.untyped_storage().data_ptr() for _, p in named]
+    host.pack("b", named[:2])
+    assert [p.untyped_storage().data_ptr() == s for (_, p), s in zip(named, storages, strict=True)] == [False, False, True]
+    assert host.nbytes == 64 * 64 * 4 + 256
+
+
+def test_packing_holds_one_copy_and_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a bucket is allocated, all buckets before it have already let go of the memory their weights had."""
+    model = toy(6)
+    before = {name: (p.untyped_storage().data_ptr(), p.nbytes) for name, p in model.named_parameters()}
+    most = 0
+    allocate = store._allocate
+    packed = 0
+
+    def counting(name: str, nbytes: int) -> Any:
+        nonlocal most, packed
+        packed += nbytes
+        unpacked = sum(n for key, (pointer, n) in before.items() if model.get_parameter(key).data_ptr() == pointer)
+        most = max(most, packed + unpacked)
+        return allocate(name, nbytes)
+
+    monkeypatch.setattr(store, "_allocate", counting)
+    with torch.no_grad():
+        offload(model)(rows(0))
+    total = sum(n for _, n in before.values())
+    largest = max(sum(p.nbytes for p in block.parameters()) for block in model.blocks)
+    padding = packed - total
+    assert packed < 1.3 * total
+    assert most <= total + largest + padding
+
+
+def test_strides_and_holes_are_kept() -> None:
+    base = torch.rand(6, 8)
+    named = [("t", nn.Parameter(base.t())), ("s", nn.Parameter(torch.rand(4, 10)[:, ::3])), ("o", nn.Parameter(torch.rand(20)[5:]))]
+    layouts = [(p.shape, p.stride()) for _, p in named]
+    values = [p.detach().clone() for _, p in named]
+    bucket = HostStore(None).pack("b", named)
+    assert [(p.shape, p.stride()) for _, p in named] == layouts
+    for (_, p), value, weight in zip(named, values, bucket.weights, strict=True):
+        assert torch.equal(p, value)
+        arena = torch.zeros(bucket.nbytes + 256, dtype=torch.uint8)
+        arena[256:] = bucket.flat
+        view = weight.device_view(arena, 256)
+        assert (view.shape, view.stride()) == (p.shape, p.stride())
+        assert torch.equal(view, value)
+
+
+def test_weights_that_share_memory_still_do() -> None:
+    base = torch.rand(10, 4)
+    a, b, c = (nn.Parameter(t, requires_grad=False) for t in (base[:6], base[3:], base.t()))
+    bucket = HostStore(None).pack("b", [("a", a), ("b", b), ("c", c)])
+    assert bucket.nbytes == 256
+    b[0].fill_(7)
+    assert a[3].eq(7).all()
+    assert c[:, 3].eq(7).all()
+
+
+def test_find_knows_the_object() -> None:
+    host = HostStore(None)
+    ((_, p),) = named = weights((4, 4))
+    host.pack("b", named)
+    assert host.find(p).name == "w0"
+    assert host.find(p.detach()) is None
+    assert host.find(nn.Parameter(torch.rand(4, 4))) is None
+
+
+def test_rebind_takes_the_value_and_leaves_the_former_its_own() -> None:
+    host = HostStore(None)
+    ((_, p),) = named = weights((4, 4))
+    bucket = host.pack("b", named)
+    value = p.clone()
+    other = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+    wanted = other.clone()
+    host.rebind(bucket.weights, [other])
+    assert torch.equal(other, wanted)
+    assert other.data_ptr() == bucket.flat.data_ptr()
+    assert torch.equal(p, value)
+    assert host.find(p) is None
+    assert host.find(other) is bucket.weights[0]
+
+
+def test_rebind_swaps() -> None:
+    host = HostStore(None)
+    (_, a), (_, b) = named = weights((4, 4), (4, 4))
+    bucket = host.pack("b", named)
+    value_a, value_b = a.clone(), b.clone()
+    host.rebind(bucket.weights, [b, a])
+    assert torch.equal(a, value_a)
+    assert torch.equal(b, value_b)
+    assert [a.data_ptr() - bucket.flat.data_ptr(), b.data_ptr() - bucket.flat.data_ptr()] == [256, 0]
+    assert (host.find(a), host.find(b)) == (bucket.weights[1], bucket.weights[0])
+
+
+def test_saving_one_weight_writes_its_bytes_only() -> None:
+    model = toy(6, d=64)
+    with torch.no_grad():
+        offload(model)(rows(0, d=64))
+    weight = model.blocks[2].up.weight
+    file = io.BytesIO()
+    torch.save(weight, file)
+    assert file.tell() < weight.nbytes + 4096
+    file.seek(0)
+    assert torch.equal(torch.load(file), weight)
+
+
+def test_safetensors_saves_and_loads(tmp_path: Path) -> None:
+    from safetensors.torch import load_model, save_file, save_model
+
+    model, reference = toy(4), toy(4)
+    with torch.no_grad():
+        offload(model)(rows(0))
+    save_file(model.state_dict(), tmp_path / "state.safetensors")
+    save_model(model, str(tmp_path / "model.safetensors"))
+    other = toy(4, seed=3)
+    load_model(other, str(tmp_path / "model.safetensors"))
+    for name, p in other.named_parameters():
+        assert torch.equal(p, reference.get_parameter(name))
+
+
+def test_deepcopy_and_pickle_of_a_running_model() -> None:
+    import copy
+    import pickle
+
+    model, reference = toy(4), toy(4)
+    with torch.no_grad():
+        offload(model)(rows(0))
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other.blocks[1].up.weight.zero_()
+            assert torch.equal(model.blocks[1].up.weight, reference.blocks[1].up.weight)
+
+
+class _Refusing:
+    """A driver that pins the first `nbytes` bytes and refuses the rest."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+        self.unpinned: list[int] = []
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+        self.left -= nbytes
+        return 0 if self.left >= 0 else 2
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self.unpinned.append(pointer)
+        return 0
+
+
+def test_a_refusal_to_pin_is_one_warning_and_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Refusing(2 * 4096)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    host = HostStore(torch.device("cuda"))
+    named = weights(*[(100,)] * 4)
+    with pytest.warns(OffloadWarning, match=r"^store: b2: the driver refused to pin 512 B of host memory") as caught:
+        for i, pair in enumerate(named):
+            host.pack(f"b{i}", [pair])
+    assert len(caught) == 1
+    assert [b.pinned for b in host.buckets.values()] == [True, True, False, False]
+    assert host.pinned_nbytes == 2 * 512
+    addresses = [b.flat.data_ptr() for b in host.buckets.values() if b.pinned]
+    host.close()
+    assert driver.unpinned == addresses
+    assert all(p.sum() > 0 for _, p in named)
