@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from fxoffload.binding import Binding
 from fxoffload.config import OffloadConfig
+from fxoffload.cost import Costs
 from fxoffload.engine import Engine, Stats, find_engine
 from fxoffload.errors import OffloadError
 from fxoffload.plan import Plan
@@ -94,6 +96,16 @@ def smallest_budget(model: Any, *, overlap: bool = True) -> int:
     Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there.
     """
     return max(binding.smallest_budget(overlap=overlap) for binding in bindings_of(model))
+
+
+def profile(model: Any, call: Callable[[], object]) -> Costs:
+    """Time every segment while `call` runs the model once, and return the costs with these times.
+
+    Equal segments get their median. The plan stays as it is. Call it with everything resident for times that no waiting copy has
+    given the device a rest between.
+    """
+    binding = bindings_of(model)[-1]
+    return binding.profile(call)
 
 
 def refresh(model: Any) -> None:

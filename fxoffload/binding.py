@@ -1,11 +1,11 @@
 """A program bound to the weights of one model: its plan, its top level, and how a call runs.
 
-A call checks that the weights are the ones that were bound (same objects, same memory, same versions), brings the arena into the
-state that the plan begins with if it is not, and runs the generated top level. Whatever goes wrong in between, the
-next call finds out from `engine.current`, which is set only while the arena is in the end state of a finished forward.
+A call checks that the weights are the ones that were bound (same objects, same memory, same versions), brings the arena into
+the state that the plan begins with if it is not, and runs the generated top level. Whatever goes wrong in between, the next
+call finds out from `engine.current`, which is set only while the arena is in the end state of a finished forward.
 
-On an accelerator the first two forwards run with the least staging that works. The first warms kernels up; the second shows
-how much memory a forward takes besides the arena, and the plan is made with that number instead of the estimate.
+On an accelerator the first forwards run with the least staging that works, and the plan for the whole budget is made with what
+they show (`warmup`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from fxoffload import ops, passes
 from fxoffload.cost import BucketCost, Costs
 from fxoffload.debug import logger, switches
+from fxoffload.edits import EditWatch
 from fxoffload.engine import Engine
 from fxoffload.lower import TopLevel, generate
 from fxoffload.names import identifier
@@ -27,13 +28,10 @@ from fxoffload.plan import Plan, Resident
 from fxoffload.planner import Knobs, make_plan, smallest_budget
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program
-from fxoffload.sizes import show_size
-from fxoffload.store import HostBucket, HostWeight, version_of
+from fxoffload.store import HostBucket, HostWeight
 from fxoffload.transfer import Slot
 from fxoffload.verify import check_plan
-
-_WARM, _MEASURE, _STEADY = range(3)
-_ALLOCATOR_SLACK = 32 << 20
+from fxoffload.warmup import Warmup
 
 
 class Binding:
@@ -46,8 +44,7 @@ class Binding:
         self.ids = tuple(map(id, tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
         self._checked = [(i, packed) for i, tensor in tensors.items() if (packed := engine.store.find(tensor)) is not None]
-        self._pointers = [tensors[i].data_ptr() for i, _ in self._checked]
-        self._versions = [version_of(tensors[i]) for i, _ in self._checked]
+        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for _, packed in self._checked])
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._empty = {
@@ -58,11 +55,9 @@ class Binding:
         self.costs = self._price()
         estimate = max((s.activation_nbytes for s in self.costs.segments), default=0)
         self.activation_nbytes = engine.measured.get(program, estimate)
-        self._phase = _STEADY if program in engine.measured else _MEASURE if program.onload.type == "cpu" else _WARM
-        if self._phase == _MEASURE and not program.config.profile:
-            self._phase = _STEADY
-        self._timer = SegmentTimer(program.onload) if self._phase == _MEASURE else None
-        self._foreign_nbytes = 0
+        known = program in engine.measured
+        self._warmup = Warmup(program.onload, engine.arena, known=known, profile=program.config.profile)
+        self._timer = self._warmup.timer
         self.plan: Plan | None = None
         self.top: TopLevel | None = None
         self._slots: dict[str, Slot] = {}
@@ -111,8 +106,22 @@ class Binding:
         )
 
     def smallest_budget(self, *, overlap: bool = False) -> int:
-        """The least budget, in bytes, that this graph runs in (`planner.smallest_budget`), by what is known of its activations now."""
+        """The least budget, in bytes, that this graph runs in (`planner.smallest_budget`).
+
+        By what is known of its activations now.
+        """
         return smallest_budget(self.costs, self.knobs, activation_nbytes=self.activation_nbytes, overlap=overlap)
+
+    def profile(self, call: Callable[[], object]) -> Costs:
+        """The costs with the compute times of the one forward of this graph that `call` runs."""
+        timer = self._timer = SegmentTimer(self.program.onload)
+        self.release()
+        try:
+            call()
+        finally:
+            self._timer = None
+            self.release()
+        return timer.refine(self.costs)
 
     def decide(self, budget_nbytes: int) -> Plan:
         """The plan for a budget. Changes nothing. Raises BudgetError or ConfigError."""
@@ -127,7 +136,7 @@ class Binding:
     def replan(self) -> None:
         """Plan for the engine's budget as it is now; take effect at the next call."""
         budget = self.engine.budget_nbytes(self.program.config)
-        if self._phase != _STEADY:
+        if not self._warmup.done:
             smallest = self.smallest_budget()
             if smallest > budget:
                 self.decide(budget)
@@ -215,10 +224,13 @@ class Binding:
     def run(self, args: Sequence[Any]) -> Any:
         """One forward on all arguments of the graph, weights included."""
         engine = self.engine
+        inputs = [args[position] for position, _, _ in self.program.inputs]
         with engine.lock:
-            self._see_edits(args)
+            self._see_edits([args[i] for i, _ in self._checked])
             if self.plan is None:
-                self._first_plan(args)
+                if not self._warmup.done:
+                    self._warmup.begin(inputs)
+                self.replan()
             assert self.plan is not None
             engine.fit_arena(self.plan)
             if self.top is None:
@@ -228,29 +240,21 @@ class Binding:
             if engine.current is not self:
                 self._restore(self.plan)
             engine.current = None
-            outputs = self.top.forward(*[args[position] for position, _, _ in self.program.inputs])
-            self._finish()
-            if self._phase != _STEADY:
-                self._next_phase()
+            outputs = self.top.forward(*inputs)
+            self._finish([args[i] for i, _ in self._checked])
+            self._learn()
         target = self.program.output_device
         if target is not None:
             outputs = tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in outputs)
         return outputs
 
-    def _see_edits(self, args: Sequence[Any]) -> None:
+    def _see_edits(self, tensors: Sequence[torch.Tensor]) -> None:
         """Weights that lie elsewhere now are taken over; weights that were written to are copied again."""
-        tensors = [args[i] for i, _ in self._checked]
-        if [t.data_ptr() for t in tensors] != self._pointers:
-            moved = [k for k, t in enumerate(tensors) if t.data_ptr() != self._pointers[k]]
+        moved = self._watch.moved(tensors)
+        if moved:
             self.engine.store.rebind([self._checked[k][1] for k in moved], [tensors[k] for k in moved])
-            for k in moved:
-                self.engine.forget(self._checked[k][1])
-        versions = [version_of(t) for t in tensors]
-        if versions != self._versions:
-            for (_, packed), now, then in zip(self._checked, versions, self._versions, strict=True):
-                if now != then:
-                    self.engine.forget(packed)
-            self._versions = versions
+        for k in {*moved, *self._watch.written(tensors)}:
+            self.engine.forget(self._checked[k][1])
 
     def _restore(self, plan: Plan) -> None:
         """Bring the arena into the state that the plan begins with: copy what is not there."""
@@ -267,50 +271,36 @@ class Binding:
         for load in plan.live_at_start():
             transfer.prefetch(self._slots[load.name])
 
-    def _finish(self) -> None:
+    def _finish(self, tensors: Sequence[torch.Tensor]) -> None:
         engine = self.engine
-        for weight in self._mutated:
-            weight.whole.view.copy_(self._device_views[weight])
+        if self._mutated:
+            for weight in self._mutated:
+                weight.whole.view.copy_(self._device_views[weight])
+            # What we wrote back is no edit.
+            self._watch.written(tensors)
         engine.forwards += 1
         engine.current = self
 
-    # -- the first forwards ------------------------------------------------------------------------------------------
+    def _learn(self) -> None:
+        """Plan with what the first forwards showed; plan again if one of the next takes more."""
+        warmup = self._warmup
+        if not warmup.done:
+            if not warmup.after_forward():
+                if warmup.timer is not None:
+                    self._timer = warmup.timer
+                    self.release()
+                return
+            if self._timer is not None:
+                self.costs, self._timer = self._timer.refine(self.costs), None
+            self._take_activations(warmup.activations(self.activation_nbytes))
+        elif excess := warmup.excess(self.activation_nbytes):
+            self._take_activations(self.activation_nbytes + excess)
 
-    def _first_plan(self, args: Sequence[Any]) -> None:
-        if self._phase == _WARM:
-            inputs = [args[position] for position, _, _ in self.program.inputs]
-            given = sum(t.untyped_storage().nbytes() for t in inputs if isinstance(t, torch.Tensor))
-            self._foreign_nbytes = self._reserved() - self.engine.arena.nbytes - given
-        self.replan()
-
-    def _reserved(self) -> int:
-        """Device bytes that this process holds now, without what its allocator could give back."""
-        torch.accelerator.synchronize(self.program.onload)
-        torch.accelerator.empty_cache()
-        return torch.accelerator.memory_reserved(self.program.onload)
-
-    def _next_phase(self) -> None:
-        if self._phase == _WARM:
-            self._phase = _MEASURE
-            self._reserved()
-            if self.program.config.profile:
-                self._timer, self.top = SegmentTimer(self.program.onload), None
-            return
-        self._phase = _STEADY
-        if self._timer is not None:
-            self.costs = self._timer.refine(self.costs)
-            self._timer, self.top = None, None
-        if self.program.onload.type != "cpu":
-            measured = torch.accelerator.memory_reserved(self.program.onload) - self.engine.arena.nbytes - self._foreign_nbytes
-            logger.info(
-                "binding: a forward takes %s besides the arena (estimate %s)",
-                show_size(measured),
-                show_size(self.activation_nbytes),
-            )
-            # What the allocator holds comes in pieces of 20 MiB that fall otherwise at other addresses; below a few of them it
-            # tells little.
-            self.activation_nbytes = max(measured + _ALLOCATOR_SLACK, min(self.activation_nbytes, 3 * _ALLOCATOR_SLACK))
-            self.engine.measured[self.program] = self.activation_nbytes
+    def _take_activations(self, nbytes: int) -> None:
+        self.activation_nbytes = nbytes
+        self.engine.measured[self.program] = nbytes
+        # Should the budget be too small for what was measured, every call says so until it is raised.
+        self.plan = None
         self.replan()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from fxoffload import __version__
-
     parser = argparse.ArgumentParser(prog="fxoffload", description="Stream a transformer's weights from host memory, by plan.")
-    parser.add_argument("--version", action="version", version=f"fxoffload {__version__}")
+    parser.add_argument("--version", action="version", version=f"fxoffload {importlib.metadata.version('fxoffload')}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="run two small models from host memory, and draw what was planned")

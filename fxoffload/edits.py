@@ -5,10 +5,11 @@ Three looks, each at all weights of a graph at once:
 - the address: `p.data = other` puts other memory behind a parameter;
 - the version counter: in-place operations on the parameter raise it;
 - a probe of the bytes: `p.data += x`, as PEFT merges adapters, raises no counter, for `p.data` is another tensor object over the same
-  memory. So up to 16 elements of every weight, spread over its memory, are compared with what they were. Dense edits change some of
+  memory. So up to 64 elements of every weight, spread over its memory, are compared with what they were. Dense edits change some of
   them; an edit of a few single elements through `.data` may change none, and needs `fxoffload.refresh`.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from math import gcd
 
 import torch
 
-_SAMPLES = 16
+_SAMPLES = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -26,7 +27,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of up to 16 elements of a host tensor, spread over its memory, as integers of their width."""
+    """A view of up to 64 elements of a host tensor, spread over its memory, as integers of their width."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     count = tensor.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -23,6 +24,7 @@ def pack_program(
     fresh = {i: t for i, t in tensors.items() if engine.store.find(t) is None}
     distinct = {id(t): (names[i], t) for i, t in fresh.items()}
     sharing = {id(t): group for group in overlapping(list(distinct.values())) for _, t in group}
+    start = time.perf_counter()
     moved = {t.device for t in fresh.values() if t.device.type != "cpu"}
     for bucket in program.buckets.buckets:
         wanted: dict[int, tuple[str, torch.Tensor]] = {}
@@ -32,6 +34,7 @@ def pack_program(
                 wanted.update((id(t), (name, t)) for name, t in sharing[id(tensor)])
         if any(t.numel() for _, t in wanted.values()):
             _pack_bucket(program, engine, bucket.name, bucket.weights[0], list(wanted.values()))
+    engine.store.seconds += time.perf_counter() - start
     if moved:
         engine.log_takeover(sorted(map(str, moved)), fresh.values())
     found: dict[str, HostWeight] = {}

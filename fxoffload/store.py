@@ -88,11 +88,6 @@ class _Region:
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """The version counter, or None for an inference tensor, which has none."""
-    return None if tensor.is_inference() else tensor._version
-
-
 class HostStore:
     """Buckets of one model. `device`: the accelerator that copies from here; memory is pinned for CUDA only."""
 
@@ -102,6 +97,8 @@ class HostStore:
         self._regions: list[_Region] = []
         self.buckets: dict[str, HostBucket] = {}
         self._tensors: dict[int, HostTensor] = {}
+        self.seconds = 0.0
+        """Time spent packing and pinning, so far."""
 
     @property
     def nbytes(self) -> int:

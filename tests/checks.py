@@ -1,4 +1,4 @@
-"""What end-to-end tests share: a model under a list of budgets, with late copies and poison, against the same backend fully resident."""
+"""What end-to-end tests share: a model under a list of budgets, with late copies and poison, against fully resident."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def check_budgets(model: nn.Module, inputs: Sequence[Any], *, fullgraph: bool = 
 
 
 class Trio:
-    """One model three times: streamed in half of its weights with late copies, fully resident, and eager. Edits go to all three."""
+    """One model three times: streamed in half of its weights with late copies, resident, and eager. Edits go to all three."""
 
     def __init__(self, make: Callable[[], nn.Module], first_input: Any, **options: Any) -> None:
         self.streamed, self.resident, self.eager = make(), make(), make()

@@ -48,7 +48,8 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    names = {"all": "everything resident", "smallest": f"{row['budget_gib']:.2f} GiB (smallest)"}
+    size = f"{row['budget_gib']:.2f} GiB"
+    names = {"all": "everything resident", "smallest": f"{size} (smallest with overlap)", "least": f"{size} (least that runs)"}
     return [
         names.get(row["budget"], f"{row['budget_gib']:.3g} GiB"),
         f"{row['step_ms']:.1f}",

@@ -133,7 +133,9 @@ def test_a_tie_survives_packing_and_edits(change: Callable[[Any], None]) -> None
     assert_streams(trio.streamed)
 
 
-@pytest.mark.parametrize("change", [tie_two_blocks, tie_two_modules, tie_ends, one_storage_two_parameters, one_storage_transposed])
+@pytest.mark.parametrize(
+    "change", [tie_two_blocks, tie_two_modules, tie_ends, one_storage_two_parameters, one_storage_transposed]
+)
 def test_a_tied_weight_has_one_host_copy(change: Callable[[Any], None]) -> None:
     model, plain = make_odd(change), toy(4)
     plain_compiled, compiled = offload(plain), offload(model)
@@ -323,6 +325,26 @@ def test_buffers_that_the_model_changes(compiler: str) -> None:
     assert [int(block.n) for block in trio.streamed.blocks] == [1] * 4
 
 
+class ViewsFirst(nn.Module):
+    """Takes a view of every weight before the loop, and reads the views in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(D, D) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        views = [block.weight.t() for block in self.blocks]
+        halves = [block.bias[:8] for block in self.blocks]
+        for block, view, half in zip(self.blocks, views, halves, strict=True):
+            x = x + block(x).relu() @ view + half.sum()
+        return x
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_views_taken_before_the_loop(compiler: str) -> None:
+    check_budgets(seeded(ViewsFirst), INPUTS, segment_compiler=compiler)
+
+
 class Returning(nn.Module):
     """Returns weights: as they are, as views, and used later."""
 
@@ -343,9 +365,7 @@ def test_weights_that_the_model_returns_survive_later_calls() -> None:
     with torch.no_grad():
         compiled(rows(0))
         halve(model)
-        kept = []
-        for k in range(4):
-            kept.append((compiled(rows(k)), [t.clone() for t in model(rows(k))]))
+        kept = [(compiled(rows(k)), [t.clone() for t in model(rows(k))]) for k in range(4)]
     assert_streams(model)
     for results, expected in kept:
         for got, wanted in zip(results, expected, strict=True):

@@ -111,7 +111,7 @@ FLUX.1-dev size. NVIDIA H200, link 55.4 GB/s, driver 570.1, torch 2.13.0. First 
 
 | budget | step ms | bound ms | step / bound | reserved peak GiB | streamed GiB | equal to resident |
 | --- | ---: | ---: | ---: | ---: | ---: | --- |
-| 1.25 GiB (smallest) | 290.1 | 281.0 | 1.032 | 7.91 (over) | 15.20 | NO |
+| 1.25 GiB (smallest with overlap) | 290.1 | 281.0 | 1.032 | 7.91 (over) | 15.20 | NO |
 | 8 GiB | 290.1 | 281.0 | 1.032 | 7.91 | 15.20 | yes |
 | everything resident | 290.1 | 281.0 | 1.004 | 7.91 | 0.00 | yes |
 | per-block `torch.compile` | 131.0 |  |  | 23.50 | 0 |  |"""

@@ -1,0 +1,86 @@
+"""The first forwards of a graph on an accelerator: how much memory a forward takes besides the arena, and how long segments run.
+
+The estimate of the activations comes from liveness; what a forward really takes also has the library's workspaces, what
+fusion saves, and the allocator's fragmentation. So the first `FORWARDS` forwards run with the least staging that works: one warms
+kernels up, the others show what the allocator comes to hold,
+
+    activations = reserved - arena - what others held before - what they gave back + the graph's inputs
+
+and the plan is made with that. The next `WATCHED` forwards are watched: should they take more, the plan is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fxoffload.arena import Arena
+from fxoffload.debug import logger
+from fxoffload.profile import SegmentTimer
+from fxoffload.sizes import show_size
+
+FORWARDS = 3
+WATCHED = 6
+SLACK_NBYTES = 32 << 20
+"""The allocator holds pieces of 20 MiB, which fall otherwise at other addresses."""
+
+
+class Warmup:
+    """Counts forwards. `timer` is set while segments are to be timed."""
+
+    def __init__(self, device: torch.device, arena: Arena, *, known: bool, profile: bool) -> None:
+        self._device = device
+        self._arena = arena
+        self._measures = device.type != "cpu" and not known
+        self._forwards = FORWARDS if self._measures else int(profile)
+        self._watched = WATCHED if self._measures else 0
+        self._profile = profile
+        self._foreign_nbytes = 0
+        self.timer: SegmentTimer | None = SegmentTimer(device) if profile and self._forwards == 1 else None
+
+    @property
+    def done(self) -> bool:
+        """Whether the plan may use the whole budget."""
+        return self._forwards == 0
+
+    def begin(self, inputs: Iterable[Any]) -> None:
+        """Before the first forward of the graph, with its inputs on the device."""
+        if self._measures:
+            given = sum(t.untyped_storage().nbytes() for t in inputs if isinstance(t, torch.Tensor))
+            self._foreign_nbytes = self._settled_nbytes() - self._arena.nbytes - given
+
+    def after_forward(self) -> bool:
+        """True when the last of the first forwards is over: `activations` and `timer` have their results."""
+        self._forwards -= 1
+        if self._forwards == FORWARDS - 1 and self._measures:
+            self._settled_nbytes()
+        if self._forwards == 1 and self._profile:
+            self.timer = SegmentTimer(self._device)
+        return self.done
+
+    def activations(self, estimate_nbytes: int) -> int:
+        """Bytes that a forward takes besides the arena, as measured; the estimate where nothing is measured."""
+        if not self._measures:
+            return estimate_nbytes
+        measured = self._held_nbytes()
+        logger.info("warmup: a forward takes %s besides the arena, estimated %s", show_size(measured), show_size(estimate_nbytes))
+        # Below a few of the allocator's pieces the measure tells little.
+        return max(measured + SLACK_NBYTES, min(estimate_nbytes, 3 * SLACK_NBYTES))
+
+    def excess(self, activation_nbytes: int) -> int:
+        """Bytes that the forward just issued came to hold beyond `activation_nbytes`; 0 once enough forwards were watched."""
+        if not self._watched:
+            return 0
+        self._watched -= 1
+        return max(self._held_nbytes() - activation_nbytes, 0)
+
+    def _held_nbytes(self) -> int:
+        return torch.accelerator.memory_reserved(self._device) - self._arena.nbytes - self._foreign_nbytes
+
+    def _settled_nbytes(self) -> int:
+        """Device bytes that this process holds, without what its allocator can give back."""
+        torch.accelerator.synchronize(self._device)
+        torch.accelerator.empty_cache()
+        return torch.accelerator.memory_reserved(self._device)
