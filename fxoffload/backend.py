@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,19 +17,22 @@ from fxoffload.buckets import pack_buckets
 from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger, start_logging, switches
-from fxoffload.dispatch import Dispatch
+from fxoffload.dispatch import Dispatch, place
 from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
-from fxoffload.facts import Facts, is_weight, read_facts
-from fxoffload.hostalias import register_alias
+from fxoffload.facts import Facts, read_facts
+from fxoffload.hostalias import is_weight, placeholder_source, register_alias
 from fxoffload.lower import compile_segments
-from fxoffload.owner import owner_of, tensor_names
+from fxoffload.names import dotted_name
+from fxoffload.owner import calling_line, owner_of, tensor_names
+from fxoffload.pack import pack_program
 from fxoffload.passes.base import copy_graph
 from fxoffload.price import price
 from fxoffload.program import Program, input_names
 from fxoffload.rows import Source, split_rows
 from fxoffload.select import selected_weights
+from fxoffload.sink import sink_views
 from fxoffload.sizes import show_size
-from fxoffload.split import split_graph
+from fxoffload.split import crossing_weights, split_graph
 
 BACKEND = "layerwise"
 _LARGEST_BUCKET_NBYTES = 112 << 20
@@ -48,8 +53,8 @@ def layerwise(
     start_logging(switches())
     try:
         config = OffloadConfig.from_options(options, mode=mode)
-        program = build(gm, example_inputs, config)
-        dispatch = Dispatch(program)
+        program = analyse(gm, example_inputs, config)
+        dispatch = Dispatch(_compile(program, example_inputs))
         dispatch.bind(example_inputs)
     except (OffloadError, TypeError, AttributeError) as error:
         if not isinstance(error, OffloadError) and not str(error).startswith(("config: ", "select: ")):
@@ -61,20 +66,23 @@ def layerwise(
 layerwise.compiler_name = BACKEND  # type: ignore[attr-defined]  # torch.compile reads it where the function itself is passed
 
 
-def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Program:
-    """All stages up to compiled segments. Raises OffloadError for what cannot be offloaded."""
-    _warn_of_break(gm, example_inputs)
+def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Program:
+    """All stages before compilation. Raises OffloadError for what cannot be offloaded."""
+    onload = _available(config.onload_device)
     output_device = None if _is_broken(gm) else config.output_device
     # Dynamo reads the placeholders of its graph again when it writes the call, so that graph is not ours to change.
-    gm = fx.GraphModule(gm, copy_graph(gm.graph))
+    reason, gm = gm, fx.GraphModule(gm, copy_graph(gm.graph))
     watch = _Watch()
-    onload = _available(config.onload_device)
-    weights = [t for n, t in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True) if is_weight(n, t)]
-    root = owner_of(weights[0]) if weights else None
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    reals = {n: t for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)}
+    root = owner_of(next(iter(reals.values()))) if reals else None
+    names = tensor_names(root)
+    _warn_of_break(reason, reals, root, names)
     selected = selected_weights(config, root)
-    limit_nbytes = _bucket_limit(config, sum(t.numel() * t.element_size() for t in weights))
+    limit_nbytes = _bucket_limit(config, sum(t.numel() * t.element_size() for t in reals.values()))
     inputs, sources = split_rows(gm, example_inputs, limit_nbytes, is_weight)
-    facts = read_facts(gm, inputs, onload, tensor_names(root))
+    sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
+    facts = read_facts(gm, inputs, onload, names)
     watch.lap("facts")
     blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes)
     watch.lap("blocks")
@@ -84,20 +92,16 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConf
     watch.lap("price")
     top = split_graph(gm, blocks)
     watch.lap("split")
-    programs, distinct = compile_segments(top, config)
-    watch.lap("compile")
     passed, weight_sources = _arguments(gm, facts, sources)
     rows = frozenset(w.placeholder for w, source in zip(facts.weights, weight_sources, strict=True) if source.rows is not None)
-    logger.info("backend: %d segments, %d distinct", len(blocks.segments), distinct)
+    keep = _kept(facts, weight_sources, example_inputs, selected) | crossing_weights(gm, blocks, facts)
     return Program(
         facts=facts,
         blocks=blocks,
-        buckets=pack_buckets(facts, blocks, alone=rows, keep=_kept(facts, weight_sources, example_inputs, selected)),
+        buckets=pack_buckets(facts, blocks, alone=rows, keep=keep),
         prices=prices,
         machine=machine,
         top=top,
-        programs=programs,
-        distinct=distinct,
         config=config,
         onload=onload,
         weight_positions=tuple(dict.fromkeys(source.position for source in weight_sources)),
@@ -108,12 +112,25 @@ def build(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConf
     )
 
 
+def _compile(program: Program, example_inputs: Sequence[Any]) -> Program:
+    """The program with its segments compiled. Meanwhile a thread packs the weights: both mostly wait for others."""
+    watch = _Watch()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        packing = pool.submit(pack_program, program, *place(program, example_inputs))
+        programs, distinct = compile_segments(program.top, program.config)
+        watch.lap("compile")
+        packing.result()
+        watch.lap("pack, beyond compile")
+    logger.info("backend: %d segments, %d distinct", len(program.blocks.segments), distinct)
+    return dataclasses.replace(program, programs=programs, distinct=distinct, seconds=(*program.seconds, *watch.laps))
+
+
 def _arguments(
     gm: fx.GraphModule, facts: Facts, sources: Sequence[Source]
 ) -> tuple[tuple[tuple[int, str, str], ...], tuple[Source, ...]]:
     """What is passed on to the top level, as (position, placeholder, parameter name), and the sources of the weights."""
     weights = {w.placeholder for w in facts.weights}
-    returned = {n.name for n in gm.graph.output_node().all_input_nodes}
+    returned = {n.name for n in gm.graph.output_node().all_input_nodes} | {p for _, p, itself in facts.output_weights if itself}
     source_of = {n.name: source for n, source in zip(gm.graph.find_nodes(op="placeholder"), sources, strict=True)}
     passed = [p for p in source_of if p not in weights or p in returned]
     named = zip(passed, input_names(passed), strict=True)
@@ -186,25 +203,43 @@ def _is_broken(gm: fx.GraphModule) -> bool:
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
-def _warn_of_break(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+def _warn_of_break(
+    gm: fx.GraphModule, weights: Mapping[fx.Node, torch.Tensor], root: torch.nn.Module | None, names: Mapping[int, str]
+) -> None:
     """One warning a place where Dynamo broke the graph."""
-    if not _is_broken(gm):
+    if _is_broken(gm):
+        reason: Any = gm.compile_subgraph_reason
+        frame = reason.user_stack[-1] if reason.user_stack else None
+        where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
+        what = f"graph break at {where} ({str(reason.reason).strip().splitlines()[0]})"
+    elif root is not None and (found := _part_of(weights, names)):
+        # Behind a break inside a loop Dynamo gives the whole frame up and compiles what that frame calls.
+        where = calling_line(root)
+        what = f"graph break around {where} (only {found} is compiled there, not {type(root).__name__})"
+    else:
         return
-    reason: Any = gm.compile_subgraph_reason
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
     if where in _warned_breaks:
         return
     _warned_breaks.add(where)
-    cause = str(reason.reason).strip().splitlines()[0]
-    nbytes = sum(t.numel() * t.element_size() for t in example_inputs if isinstance(t, torch.nn.Parameter))
+    nbytes = sum(t.numel() * t.element_size() for t in weights.values())
     warnings.warn(
-        f"backend: graph break at {where} ({cause}): the graphs on both sides are planned apart, so nothing is prefetched across "
-        f"the break and the {show_size(nbytes)} of weights before it are copied again at every call; remove the break "
-        "(fullgraph=True finds it)",
+        f"backend: {what}: the graphs on both sides are planned apart, so nothing is prefetched across the break, and their "
+        f"weights ({show_size(nbytes)} in this one) are copied again at every call; remove the break (fullgraph=True finds it)",
         OffloadWarning,
         stacklevel=2,
     )
+
+
+def _part_of(weights: Mapping[fx.Node, torch.Tensor], names: Mapping[int, str]) -> str:
+    """The path of the submodule whose call was traced, or `""` where it was the root's."""
+    for node, tensor in weights.items():
+        source, name = placeholder_source(node), names.get(id(tensor))
+        if source is not None and name is not None:
+            traced = dotted_name(source.name)
+            if name != traced and name.endswith(f".{traced}"):
+                return name.removesuffix(f".{traced}")
+            return ""
+    return ""
 
 
 register_alias(BACKEND, _alias_device)

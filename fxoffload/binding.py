@@ -11,6 +11,7 @@ they show (`warmup`).
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from fxoffload import ops, passes
 from fxoffload.cost import BucketCost, Costs
 from fxoffload.debug import logger, switches
-from fxoffload.edits import EditWatch
+from fxoffload.edits import EditWatch, elements
 from fxoffload.engine import Engine
 from fxoffload.lower import TopLevel, generate
 from fxoffload.names import identifier
@@ -40,10 +41,13 @@ class Binding:
     def __init__(self, program: Program, engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
         """`tensors` and `names` (qualified names) of the weights by their position among a call's arguments."""
         self.program = program
-        self.engine = engine
+        self._engine = weakref.ref(engine)
         self.ids = tuple(map(id, tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
         self._checked = [(i, packed) for i, tensor in tensors.items() if (packed := engine.store.find(tensor)) is not None]
+        # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
+        for _, packed in self._checked:
+            engine.forget(packed)
         self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for _, packed in self._checked])
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
@@ -64,9 +68,21 @@ class Binding:
         self._resident_slots: list[tuple[Resident, Slot]] = []
         self._device_views: dict[HostWeight, torch.Tensor] = {}
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, which holds this binding."""
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
     def is_stale(self) -> bool:
         """Whether one of the bound tensors is gone, or no longer the weight that it was."""
-        return any(id(packed.tensor()) not in self.ids for _, packed in self._checked)
+        ids = dict(zip(self.program.weight_positions, self.ids, strict=True))
+        for i, packed in self._checked:
+            tensor = packed.tensor()
+            if tensor is None or id(tensor) != ids[i] or self.engine.store.find(tensor) is not packed:
+                return True
+        return False
 
     # -- plan ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +194,7 @@ class Binding:
             weight=self._viewer(plan),
             inputs={placeholder: name for _, placeholder, name in program.inputs},
             operations={ops.prefetch: self._prefetch, ops.wait: self._wait, ops.evict: self._evict},
-            output_weights=frozenset(program.facts.output_weights),
+            output_weights={i: placeholder if itself else None for i, placeholder, itself in program.facts.output_weights},
             device=program.onload,
         )
         if dump is not None:
@@ -240,8 +256,12 @@ class Binding:
             if engine.current is not self:
                 self._restore(self.plan)
             engine.current = None
-            outputs = self.top.forward(*inputs)
-            self._finish([args[i] for i, _ in self._checked])
+            try:
+                outputs = self.top.forward(*inputs)
+            finally:
+                self._write_back([args[i] for i, _ in self._checked])
+            engine.forwards += 1
+            engine.current = self
             self._learn()
         target = self.program.output_device
         if target is not None:
@@ -271,15 +291,13 @@ class Binding:
         for load in plan.live_at_start():
             transfer.prefetch(self._slots[load.name])
 
-    def _finish(self, tensors: Sequence[torch.Tensor]) -> None:
-        engine = self.engine
+    def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""
         if self._mutated:
             for weight in self._mutated:
-                weight.whole.view.copy_(self._device_views[weight])
-            # What we wrote back is no edit.
+                elements(weight.whole.view).copy_(elements(self._device_views[weight]))
+            # What we wrote is no edit.
             self._watch.written(tensors)
-        engine.forwards += 1
-        engine.current = self
 
     def _learn(self) -> None:
         """Plan with what the first forwards showed; plan again if one of the next takes more."""

@@ -32,23 +32,29 @@ class Dispatch:
 
     def bind(self, args: Any) -> Binding:
         """Bind the program to the weights among these arguments, in the engine of the model that they belong to."""
-        program = self.program
-        tensors: dict[int, torch.Tensor] = {i: args[i] for i in self._positions}
-        root = owner_of(next(iter(tensors.values()))) if tensors else None
-        engine = engine_for(list(tensors.values()), root, program.config, program.onload)
+        engine, tensors, names = place(self.program, args)
         with engine.lock:
-            known = tensor_names(root)
-            traced = {source.position: w.name for w, source in zip(program.facts.weights, program.sources, strict=True)}
-            names = {i: known.get(id(t), traced[i]) for i, t in tensors.items()}
-            if root is not None:
-                _take_places(engine, tensors, names)
-            binding = Binding(program, engine, tensors, names)
+            binding = Binding(self.program, engine, tensors, names)
             engine.bindings = [b for b in engine.bindings if not b.is_stale()]
             engine.bindings.append(binding)
             self._bindings[binding.ids] = binding
             if find_engine(list(tensors.values())) is not engine:
                 self._weightless.append(engine)
         return binding
+
+
+def place(program: Program, args: Any) -> tuple[Engine, dict[int, torch.Tensor], dict[int, str]]:
+    """The engine for the weights among a call's arguments, and these weights and their qualified names by position."""
+    tensors: dict[int, torch.Tensor] = {i: args[i] for i in program.weight_positions}
+    root = owner_of(next(iter(tensors.values()))) if tensors else None
+    engine = engine_for(list(tensors.values()), root, program.config, program.onload)
+    known = tensor_names(root)
+    traced = {source.position: w.name for w, source in zip(program.facts.weights, program.sources, strict=True)}
+    names = {i: known.get(id(t), traced[i]) for i, t in tensors.items()}
+    if root is not None:
+        with engine.lock:
+            _take_places(engine, tensors, names)
+    return engine, tensors, names
 
 
 def _take_places(engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:

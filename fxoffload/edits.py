@@ -4,9 +4,9 @@ Three looks, each at all weights of a graph at once:
 
 - the address: `p.data = other` puts other memory behind a parameter;
 - the version counter: in-place operations on the parameter raise it;
-- a probe of the bytes: `p.data += x`, as PEFT merges adapters, raises no counter, for `p.data` is another tensor object over the same
-  memory. So up to 64 elements of every weight, spread over its memory, are compared with what they were. Dense edits change some of
-  them; an edit of a few single elements through `.data` may change none, and needs `fxoffload.refresh`.
+- a probe of the bytes: `p.data += x`, as PEFT merges adapters, raises no counter, for `p.data` is another tensor object over the
+  same memory. So up to 64 elements of every weight, spread over its memory, are compared with what they were. Dense edits change
+  some of them; an edit of a few single elements through `.data` may change none, and needs `fxoffload.refresh`.
 """
 
 # pyright: reportPrivateUsage=false
@@ -22,27 +22,27 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """The version counter, or None for an inference tensor, which has none."""
-    return None if tensor.is_inference() else tensor._version
+    """The version counter, or None for a tensor made under inference mode, which has none whatever memory it is given later."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
     """A view of up to 64 elements of a host tensor, spread over its memory, as integers of their width."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    count = tensor.numel()
-    flat = tensor.as_strided((count,), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
-    step = max(count // _SAMPLES, 1)
+    flat = elements(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    step = max(flat.numel() // _SAMPLES, 1)
     # A step that divides the row length would look at the same columns in every row.
     while step > 1 and gcd(step, tensor.shape[-1]) > 1:
         step -= 1
-    return flat[::step][:_SAMPLES].view(_BITS[tensor.element_size()])
+    return flat[::step][:_SAMPLES].view(_BITS[flat.element_size()])
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory, in whatever order."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return last == tensor.numel() and tensor.dim() > 0
+def elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor from its first to its last element, in one dimension, whatever the strides."""
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    return tensor.as_strided((span,), (1,), tensor.storage_offset())
 
 
 class EditWatch:

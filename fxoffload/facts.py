@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from fxoffload.errors import GradientError, WeightError
-from fxoffload.hostalias import is_module_state, placeholder_source
+from fxoffload.hostalias import is_weight, placeholder_source
 from fxoffload.names import dotted_name
 
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
@@ -85,8 +85,8 @@ class Facts:
     nodes: tuple[NodeFacts, ...]
     outputs: tuple[int, ...]
     """Storages that the graph returns."""
-    output_weights: tuple[int, ...]
-    """Positions of outputs that alias a weight, and must be copied before they leave."""
+    output_weights: tuple[tuple[int, str, bool], ...]
+    """Outputs that alias a weight: (position, placeholder, whether the output is a weight that the graph writes, as a whole)."""
     hints: tuple[tuple[sympy.Symbol, int], ...]
 
     def number(self, expression: sympy.Expr | int) -> int:
@@ -160,19 +160,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def is_weight(node: fx.Node, real: Any) -> bool:
-    """Parameters and buffers wherever they lie; plain tensor attributes only when they lie on the host."""
-    if not isinstance(real, torch.Tensor):
-        return False
-    source = placeholder_source(node)
-    if isinstance(real, torch.nn.Parameter):
-        return True
-    if not is_module_state(source, real):
-        return False
-    is_buffer = source is not None and ("_buffers" in source.name)
-    return is_buffer or real.device.type == "cpu"
-
-
 def _refuse(name: str, real: torch.Tensor) -> None:
     if is_traceable_wrapper_subclass(real):
         raise WeightError(
@@ -205,10 +192,18 @@ def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torc
                 fakes.append(torch.empty_strided(traced.shape, traced.stride(), dtype=real.dtype, device=onload))
             weights.add(node.name)
         elif isinstance(real, torch.Tensor):
-            fakes.append(fake_mode.from_tensor(real))
+            fakes.append(_fake_input(fake_mode, real))
         else:
             fakes.append(real)
     return fakes, weights
+
+
+def _fake_input(fake_mode: FakeTensorMode, real: torch.Tensor) -> torch.Tensor:
+    """As AOTAutograd would: with the symbols that Dynamo gave the tensor, where it did."""
+    context = TracingContext.get().tensor_to_context.get(real)
+    if context is None:
+        return fake_mode.from_tensor(real)
+    return fake_mode.from_tensor(real, symbolic_context=context, source=getattr(context, "tensor_source", None))
 
 
 def _mutates_statistics(node: fx.Node) -> bool:
@@ -248,6 +243,12 @@ def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.
     Raises WeightError for a weight that cannot be streamed, GradientError when the graph would record gradients.
     """
     _refuse_gradients(gm)
+    # Inference tensors have no version counters, and those of the fakes tell which weights are written.
+    with torch.inference_mode(False):
+        return _read_facts(gm, example_inputs, onload, names)
+
+
+def _read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str]) -> Facts:
     fakes, weight_names = _fake_inputs(gm, example_inputs, onload)
     placeholders = gm.graph.find_nodes(op="placeholder")
     versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
@@ -285,11 +286,22 @@ def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.
         inputs=inputs,
         nodes=nodes,
         outputs=tuple(sorted({_storage(t) for t in _tensors(outputs)} - set(storage_of_weight))),
-        output_weights=tuple(
-            i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and _storage(value) in storage_of_weight
-        ),
+        output_weights=_output_weights(outputs, storage_of_weight, weights),
         hints=_hints(),
     )
+
+
+def _output_weights(
+    outputs: Sequence[Any], storage_of_weight: Mapping[int, str], weights: Sequence[Weight]
+) -> tuple[tuple[int, str, bool], ...]:
+    by_name = {w.placeholder: w for w in weights}
+    found: list[tuple[int, str, bool]] = []
+    for i, value in enumerate(outputs):
+        if isinstance(value, torch.Tensor) and _storage(value) in storage_of_weight:
+            weight = by_name[storage_of_weight[_storage(value)]]
+            layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset(), str(value.dtype).removeprefix("torch."))
+            found.append((i, weight.placeholder, weight.mutated and layout == (weight.shape, weight.stride, 0, weight.dtype)))
+    return tuple(found)
 
 
 def _refuse_gradients(gm: fx.GraphModule) -> None:

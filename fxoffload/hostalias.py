@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo import symbolic_convert
+from torch._dynamo.source import FloatTensorSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.meta_utils import MetaTensorDescriber
 
@@ -48,12 +49,26 @@ def is_module_state(source: Any, tensor: torch.Tensor) -> bool:
     """Whether Dynamo found `tensor` as a parameter, a buffer or a tensor attribute of a module."""
     if isinstance(tensor, torch.nn.Parameter):
         return True
-    if source is None:
+    # A float attribute that Dynamo made symbolic comes as a tensor of its own, which no module has.
+    if source is None or isinstance(source, FloatTensorSource):
         return False
     if _STATE.search(source.name):
         return True
     guard_source = source.guard_source
     return guard_source.is_unspecialized_nn_module() or guard_source.is_specialized_nn_module()
+
+
+def is_weight(node: fx.Node, real: Any) -> bool:
+    """Parameters and buffers wherever they lie; plain tensor attributes only when they lie on the host."""
+    if not isinstance(real, torch.Tensor):
+        return False
+    source = placeholder_source(node)
+    if isinstance(real, torch.nn.Parameter):
+        return True
+    if not is_module_state(source, real):
+        return False
+    is_buffer = source is not None and ("_buffers" in source.name)
+    return is_buffer or real.device.type == "cpu"
 
 
 def register_alias(backend_name: str, onload_device_of: Callable[[dict[str, Any]], torch.device]) -> None:

@@ -82,7 +82,7 @@ def generate(
     weight: Callable[[str, str], tuple[str, torch.Tensor]],
     inputs: Mapping[str, str],
     operations: Mapping[Callable[..., Any], Callable[..., Callable[[], None]]],
-    output_weights: frozenset[int],
+    output_weights: Mapping[int, str | None],
     device: torch.device,
 ) -> TopLevel:
     """Source and function of the top level `gm` (after the passes).
@@ -90,7 +90,8 @@ def generate(
     `inputs` gives the parameter names of the placeholders that are passed in; `weight(placeholder, segment)` name and view of
     one of the placeholders `weights` for one segment; `operations` makes a no-argument call for each of `ops.prefetch`,
     `ops.wait` and `ops.evict`.
-    Outputs at the positions `output_weights` alias a weight: they leave as copies, on `device`.
+    Outputs at the positions `output_weights` alias a weight: they leave as copies, on `device`, or as the tensor that was passed
+    in for the placeholder given there, which the model has written to.
     """
     writer = _Writer(gm, programs, weights, weight, inputs, operations, output_weights, device)
     source = writer.source()
@@ -111,7 +112,7 @@ class _Writer:
         weight: Callable[[str, str], tuple[str, torch.Tensor]],
         inputs: Mapping[str, str],
         operations: Mapping[Callable[..., Any], Callable[..., Callable[[], None]]],
-        output_weights: frozenset[int],
+        output_weights: Mapping[int, str | None],
         device: torch.device,
     ) -> None:
         self.gm = gm
@@ -191,11 +192,14 @@ class _Writer:
     def _output(self, index: int, value: Any) -> str:
         if not isinstance(value, fx.Node):
             return repr(value)
+        itself = self._output_weights.get(index)
+        if itself is not None:
+            return self._inputs[itself]
         text = self._names[value]
-        if value.op == "placeholder" and index in self._output_weights:
-            return f"{text}.to({str(self._device)!r}, copy=True)"
-        # The arena is overwritten by later forwards, so a view of a weight leaves as a copy.
-        return f"{text}.clone()" if index in self._output_weights else text
+        if index not in self._output_weights:
+            return text
+        # The arena is overwritten by later forwards, so a weight or a view of one leaves as a copy.
+        return f"{text}.to({str(self._device)!r}, copy=True)" if value.op == "placeholder" else f"{text}.clone()"
 
 
 def _item(item: fx.Node) -> tuple[str, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -21,7 +22,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 def owner_of(weight: torch.Tensor) -> torch.nn.Module | None:
     """The compiled module around this call that has `weight`, or the outermost running module that has it, or None."""
     outermost = None
-    for module in _running_modules():
+    for module, _ in _running_modules():
         compiled = isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
         root = module._orig_mod if isinstance(module, OptimizedModule) else module
         if any(tensor is weight for tensor in _tensors(root)):
@@ -29,6 +30,15 @@ def owner_of(weight: torch.Tensor) -> torch.nn.Module | None:
                 return root
             outermost = root
     return outermost
+
+
+def calling_line(root: torch.nn.Module) -> str:
+    """`file:line` of the innermost call that a method of `root` is in, outside torch."""
+    torch_folder = str(Path(torch.__file__).parent)
+    for module, frame in _running_modules():
+        if module is root and not frame.f_code.co_filename.startswith(torch_folder):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "an unknown line"
 
 
 def tensor_names(root: torch.nn.Module | None) -> dict[int, str]:
@@ -45,13 +55,13 @@ def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _running_modules() -> Iterator[torch.nn.Module]:
-    """Modules that are `self` of a frame on the stack, innermost first."""
+def _running_modules() -> Iterator[tuple[torch.nn.Module, FrameType]]:
+    """Modules that are `self` of a frame on the stack, with that frame, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self":
             candidate = frame.f_locals.get("self")
             if isinstance(candidate, torch.nn.Module):
-                yield candidate
+                yield candidate, frame
         frame = frame.f_back

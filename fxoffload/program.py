@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,8 +32,6 @@ class Program:
     prices: tuple[SegmentPrice, ...]
     machine: Machine
     top: fx.GraphModule
-    programs: dict[str, Callable[..., Any]]
-    distinct: int
     config: OffloadConfig
     onload: torch.device
     weight_positions: tuple[int, ...]
@@ -43,6 +41,9 @@ class Program:
     """Where results go; None where they are, and where code behind a graph break goes on with them."""
     seconds: tuple[tuple[str, float], ...]
     """How long each stage took."""
+    programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """The compiled segments by identifier; empty until they are compiled."""
+    distinct: int = 0
 
     def __str__(self) -> str:
         return "\n\n".join(str(stage) for stage in (self.machine, self.facts, self.blocks, self.buckets))

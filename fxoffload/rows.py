@@ -144,6 +144,8 @@ def _linear(graph: fx.Graph, user: fx.Node, pieces: list[fx.Node], bounds: list[
     parts: list[fx.Node] = []
     for piece, (first, end) in zip(pieces, bounds, strict=True):
         piece_bias = call(torch.narrow, bias, 0, first, end - first) if bias is not None else None
+        if piece_bias is not None and isinstance(bias, fx.Node) and "example_value" in bias.meta:
+            piece_bias.meta["example_value"] = bias.meta["example_value"][first:end]
         parts.append(call(torch.nn.functional.linear, arguments["input"], piece, piece_bias))
     return call(torch.cat, parts, -1)
 

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.fx.passes.split_module import split_module
+from torch.utils._pytree import tree_leaves
 
 from fxoffload.blocks import Blocks
+from fxoffload.facts import Facts
 
 
 def split_graph(gm: fx.GraphModule, blocks: Blocks) -> fx.GraphModule:
@@ -83,6 +85,27 @@ def _order_outputs(node: fx.Node, child: fx.GraphModule) -> None:
         user.args = (node, new_index[index])
 
 
+def crossing_weights(gm: fx.GraphModule, blocks: Blocks, facts: Facts) -> frozenset[str]:
+    """Placeholders of weights of which a segment hands a view to another segment: they must not move in between."""
+    segment_of = {name: i for i, s in enumerate(blocks.segments) for name in s.nodes}
+    weights = {w.placeholder for w in facts.weights}
+    storages = {_storage(n.meta["val"]): n.name for n in gm.graph.find_nodes(op="placeholder") if n.name in weights}
+    crossing: set[str] = set()
+    for node in gm.graph.nodes:
+        if node.name not in segment_of:
+            continue
+        owners = {
+            storages[s] for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor) and (s := _storage(t)) in storages
+        }
+        if any(user.op != "output" and segment_of[user.name] != segment_of[node.name] for user in node.users):
+            crossing |= owners
+    return frozenset(crossing)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 def segment_inputs(child: fx.GraphModule) -> list[Any]:
     """The fake inputs that a segment was traced with."""
     return [n.meta["val"] for n in child.graph.find_nodes(op="placeholder")]
@@ -121,7 +144,7 @@ def _value_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         return (repr(value),)
     # Inputs that share a storage may alias when one is written: the pattern of sharing belongs to the key.
-    shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+    shared = storages.setdefault(_storage(value), len(storages))
     layout = (str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride())))
     return (*layout, value.requires_grad, type(value).__name__, shared)
 

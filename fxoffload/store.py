@@ -16,13 +16,14 @@ from __future__ import annotations
 import mmap
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fxoffload.buckets import align
+from fxoffload.edits import elements
 from fxoffload.errors import OffloadWarning
 from fxoffload.facts import span_nbytes
 from fxoffload.sizes import show_size
@@ -72,12 +73,13 @@ class HostBucket:
 
     name: str
     nbytes: int
+    region: Region
     flat: torch.Tensor
     weights: list[HostWeight] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class _Region:
+class Region:
     """One mapping of host memory, with one bucket in it, or several that hold the rows of one weight."""
 
     memory: mmap.mmap
@@ -94,7 +96,7 @@ class HostStore:
     def __init__(self, device: torch.device) -> None:
         self._pin = device.type == "cuda"
         self._warned = False
-        self._regions: list[_Region] = []
+        self._regions: list[Region] = []
         self.buckets: dict[str, HostBucket] = {}
         self._tensors: dict[int, HostTensor] = {}
         self.seconds = 0.0
@@ -109,9 +111,28 @@ class HostStore:
         return sum(r.nbytes for r in self._regions if r.pinned)
 
     def find(self, tensor: torch.Tensor) -> HostTensor | None:
-        """What was packed of this very tensor object, or None."""
+        """What was packed of this very tensor object, if it still has the dtype and layout of then, or None."""
         found = self._tensors.get(id(tensor))
-        return found if found is not None and found.tensor() is tensor else None
+        return found if found is not None and found.tensor() is tensor and found.is_like(tensor) else None
+
+    def unpack_remains(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forget every bucket of these tensors in which some weight is gone for good, so that its live ones are packed anew.
+
+        A weight is gone when its tensor is, or when the tensor has become another (`model.to(dtype)`).
+        """
+        for tensor in tensors:
+            found = self._tensors.get(id(tensor))
+            if found is None or found.tensor() is not tensor:
+                continue
+            buckets = [part.bucket for part in found.parts]
+            wholes = {id(w.whole): w.whole for bucket in buckets for w in bucket.weights}
+            if all((t := whole.tensor()) is not None and self.find(t) is whole for whole in wholes.values()):
+                continue
+            for whole in wholes.values():
+                self._tensors = {key: value for key, value in self._tensors.items() if value is not whole}
+            for bucket in buckets:
+                self.buckets.pop(bucket.name, None)
+            self._release([r for r in self._regions if any(b.region is r for b in buckets)])
 
     def replaced(self, name: str, tensor: torch.Tensor) -> HostTensor | None:
         """The packed tensor of this name and layout whose place `tensor` has taken, or None."""
@@ -130,7 +151,7 @@ class HostStore:
             end = max(t.data_ptr() + span_nbytes(t) for _, t in group)
             offset += align(end - base)
         region = self._allocate(offset)
-        bucket = HostBucket(self._unused(name), offset, region.flat(0, offset))
+        bucket = HostBucket(self._unused(name), offset, region, region.flat(0, offset))
         self.buckets[bucket.name] = bucket
         packed = [self._copy(region, start, tensor_name, tensor) for start, tensor_name, tensor in placed]
         for (start, _, tensor), whole in zip(placed, packed, strict=True):
@@ -152,7 +173,8 @@ class HostStore:
         buckets: list[HostBucket] = []
         for first, end in rows:
             nbytes = align((end - first) * row_nbytes)
-            buckets.append(HostBucket(self._unused(f"{name}[{first}:{end}]"), nbytes, region.flat(first * row_nbytes, nbytes)))
+            flat = region.flat(first * row_nbytes, nbytes)
+            buckets.append(HostBucket(self._unused(f"{name}[{first}:{end}]"), nbytes, region, flat))
             self.buckets[buckets[-1].name] = buckets[-1]
         for tensor_name, tensor in tensors:
             whole = self._copy(region, 0, tensor_name, tensor)
@@ -171,42 +193,47 @@ class HostStore:
 
         Serves a replaced parameter, a swap of two, and `param.data = other`. All values are read before any is written.
         """
-        values = [t.detach().clone(memory_format=torch.preserve_format) for t in tensors]
+        values = [elements(t.detach()).clone() for t in tensors]
         for place in packed:
             former = place.tensor()
             if former is not None and former.data_ptr() == place.view.data_ptr():
-                former.data = place.view.clone(memory_format=torch.preserve_format)
+                former.data = elements(place.view).clone().as_strided(place.view.shape, place.view.stride())
             if self._tensors.get(id(former)) is place:
                 del self._tensors[id(former)]
         for place, tensor, value in zip(packed, tensors, values, strict=True):
-            place.view.copy_(value)
+            elements(place.view).copy_(value)
             place.tensor = weakref.ref(tensor)
             self._adopt(place, tensor)
 
     def close(self) -> None:
         """Unpin everything. The weights keep their memory."""
-        for region in self._regions:
-            if region.pinned:
-                runtime: Any = torch.cuda.cudart()
-                runtime.cudaHostUnregister(region.flat(0, 1).data_ptr())
-                region.pinned = False
-        self._regions.clear()
+        self._release(list(self._regions))
+        for bucket in self.buckets.values():
+            bucket.weights.clear()
         self.buckets.clear()
         self._tensors.clear()
+
+    def _release(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            if region.pinned:
+                cudart: Any = torch.cuda.cudart()
+                cudart.cudaHostUnregister(region.flat(0, 1).data_ptr())
+                region.pinned = False
+            self._regions.remove(region)
 
     def _adopt(self, whole: HostTensor, tensor: torch.Tensor) -> None:
         tensor.data = whole.view
         self._tensors[id(tensor)] = whole
 
-    def _allocate(self, nbytes: int) -> _Region:
+    def _allocate(self, nbytes: int) -> Region:
         memory = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        region = _Region(memory, nbytes)
+        region = Region(memory, nbytes)
         self._regions.append(region)
         return region
 
-    def _copy(self, region: _Region, offset: int, name: str, tensor: torch.Tensor) -> HostTensor:
+    def _copy(self, region: Region, offset: int, name: str, tensor: torch.Tensor) -> HostTensor:
         """A view with the layout of `tensor` and its values.
 
         It has a storage of its own, over the bytes of the region from `offset` on.
@@ -214,14 +241,13 @@ class HostStore:
         nbytes = span_nbytes(tensor)
         with torch.inference_mode(False):
             if nbytes:
-                elements = torch.frombuffer(
-                    region.memory, dtype=tensor.dtype, count=nbytes // tensor.element_size(), offset=offset
-                )
-                view = elements.as_strided(tensor.shape, tensor.stride())
+                count = nbytes // tensor.element_size()
+                flat = torch.frombuffer(region.memory, dtype=tensor.dtype, count=count, offset=offset)
+                view = flat.as_strided(tensor.shape, tensor.stride())
             else:
                 view = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         with torch.no_grad():
-            view.copy_(tensor.detach())
+            elements(view).copy_(elements(tensor.detach()))
         return HostTensor(name, weakref.ref(tensor), view)
 
     def _unused(self, name: str) -> str:
@@ -230,7 +256,7 @@ class HostStore:
             candidate, k = f"{name}~{k}", k + 1
         return candidate
 
-    def _register(self, region: _Region, name: str) -> None:
+    def _register(self, region: Region, name: str) -> None:
         if not self._pin or self._warned:
             return
         runtime: Any = torch.cuda.cudart()
