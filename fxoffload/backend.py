@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,6 +41,7 @@ _LEAST_BUCKET_NBYTES = 4 << 20
 _PIECES = 12
 
 _warned_breaks: set[str] = set()
+_warned_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def layerwise(
@@ -220,7 +222,12 @@ def _warn_of_break(
         return
     if where in _warned_breaks:
         return
+    if root is not None and not _is_broken(gm) and root in _warned_models:
+        # The other side of a break that was named already.
+        return
     _warned_breaks.add(where)
+    if root is not None:
+        _warned_models.add(root)
     nbytes = sum(t.numel() * t.element_size() for t in weights.values())
     warnings.warn(
         f"backend: {what}: the graphs on both sides are planned apart, so nothing is prefetched across the break, and their "

@@ -294,8 +294,9 @@ class Binding:
     def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""
         if self._mutated:
-            for weight in self._mutated:
-                elements(weight.whole.view).copy_(elements(self._device_views[weight]))
+            with torch.inference_mode():
+                for weight in self._mutated:
+                    elements(weight.whole.view).copy_(elements(self._device_views[weight]))
             # What we wrote is no edit.
             self._watch.written(tensors)
 

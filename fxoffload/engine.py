@@ -1,7 +1,7 @@
 """The engine of one model: its host store, its arena, its copies, and what the arena holds between forwards.
 
 Graphs come and go (other shapes, a graph break, other options); the weights, the arena and the budget belong to the model. An
-engine lives as long as one of the weights that it packed.
+engine lives as long as the model, or one of the weights that it packed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fxoffload.program import Program
 
 _engine_of_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_engine_of_root: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_engine_of_root: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
@@ -165,12 +165,11 @@ def engine_for(
     with _lock:
         engine = find_engine(tensors)
         if engine is None and root is not None:
-            known = _engine_of_root.get(root)
-            engine = known() if known is not None else None
+            engine = _engine_of_root.get(root)
         if engine is None or engine.device != device:
             engine = Engine(root, device, overlap=config.async_transfer)
         if root is not None:
-            _engine_of_root[root] = weakref.ref(engine)
+            _engine_of_root[root] = engine
         return engine
 
 

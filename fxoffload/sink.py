@@ -6,8 +6,8 @@ weight. A view costs nothing, so each reader gets its own, right in front of it:
 
     t = w.t(); a = f(x); b = mm(a, t)   ->   a = f(x); t = w.t(); b = mm(a, t)
 
-In-place operations stay where they are: their order is their meaning. The weights whose views still cross
-(`split.crossing_weights`) stay resident.
+A view that the model returns is copied right behind the last reader of its weight, before the weight may move. Weights that the
+graph writes to are left alone, with all their views: they stay resident, and the order of what is done to them is its meaning.
 """
 
 # Private names of torch: storage identity. Checked on torch 2.11 and 2.13.
@@ -16,6 +16,7 @@ In-place operations stay where they are: their order is their meaning. The weigh
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,28 +31,57 @@ _IN_PLACE = frozenset(
 
 
 def sink_views(gm: fx.GraphModule, weights: set[fx.Node]) -> None:
-    """Give every reader of a view of a weight a view of its own. Changes `gm`; views that the graph returns stay."""
+    """Give every reader of a view of a weight a view of its own, and the graph's outputs copies. Changes `gm`."""
     storages = {_storage(value) for node in weights if isinstance(value := node.meta.get("example_value"), torch.Tensor)}
+    storages -= {storage for node in gm.graph.nodes if _is_in_place(node) for storage in _storages(node.all_input_nodes[:1])}
     views = {node for node in gm.graph.nodes if _is_view(node, storages)}
+    readers = _last_readers(gm, views, storages)
+    output = gm.graph.output_node()
     for user in list(gm.graph.nodes):
-        if user in views or user.op == "output":
+        if user in views or user is output:
             continue
         for source in user.all_input_nodes:
             if source in views:
                 user.replace_input_with(source, _copy_before(gm.graph, source, user, views))
+    for source in output.all_input_nodes:
+        if source in views:
+            output.replace_input_with(source, _returned_copy(gm.graph, source, readers, views))
     for node in reversed(list(gm.graph.nodes)):
         if node in views and not node.users:
             gm.graph.erase_node(node)
 
 
-def _is_view(node: fx.Node, storages: set[int]) -> bool:
-    if node.op not in ("call_function", "call_method") or not node.users:
+def _is_in_place(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+    return node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
+
+
+def _is_view(node: fx.Node, storages: set[int]) -> bool:
+    if node.op not in ("call_function", "call_method") or _is_in_place(node):
         return False
-    tensors = [t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
-    return bool(tensors) and all(_storage(t) in storages for t in tensors)
+    found = _storages([node])
+    return bool(found) and found <= storages
+
+
+def _last_readers(gm: fx.GraphModule, views: set[fx.Node], storages: set[int]) -> dict[int, fx.Node]:
+    """By storage, the last node that reads a weight or a view of it and is no view itself."""
+    last: dict[int, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node not in views and node.op != "output":
+            last.update((storage, node) for storage in _storages(node.all_input_nodes) & storages)
+    return last
+
+
+def _returned_copy(graph: fx.Graph, view: fx.Node, readers: dict[int, fx.Node], views: set[fx.Node]) -> fx.Node:
+    place = readers.get(next(iter(_storages([view]))), view)
+    with graph.inserting_after(place):
+        copy = graph.call_method("clone", (view,))
+    copy.meta = {key: value for key, value in place.meta.items() if key == "nn_module_stack"}
+    if place is not view:
+        copy.replace_input_with(view, _copy_before(graph, view, copy, views))
+    return copy
 
 
 def _copy_before(graph: fx.Graph, view: fx.Node, user: fx.Node, views: set[fx.Node]) -> fx.Node:
@@ -63,6 +93,11 @@ def _copy_before(graph: fx.Graph, view: fx.Node, user: fx.Node, views: set[fx.No
     if stack is not None:
         copy.meta = {**copy.meta, "nn_module_stack": stack}
     return copy
+
+
+def _storages(nodes: Sequence[fx.Node]) -> set[int]:
+    values = [t for node in nodes for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
+    return {_storage(t) for t in values}
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -201,7 +201,8 @@ class HostStore:
             if self._tensors.get(id(former)) is place:
                 del self._tensors[id(former)]
         for place, tensor, value in zip(packed, tensors, values, strict=True):
-            elements(place.view).copy_(value)
+            with torch.inference_mode():
+                elements(place.view).copy_(value)
             place.tensor = weakref.ref(tensor)
             self._adopt(place, tensor)
 
@@ -239,14 +240,15 @@ class HostStore:
         It has a storage of its own, over the bytes of the region from `offset` on.
         """
         nbytes = span_nbytes(tensor)
-        with torch.inference_mode(False):
+        # A tensor made under inference mode has no version counter, and must get memory whose view expects none.
+        with torch.inference_mode(tensor.is_inference()):
             if nbytes:
                 count = nbytes // tensor.element_size()
                 flat = torch.frombuffer(region.memory, dtype=tensor.dtype, count=count, offset=offset)
                 view = flat.as_strided(tensor.shape, tensor.stride())
             else:
                 view = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        with torch.no_grad():
+        with torch.inference_mode():
             elements(view).copy_(elements(tensor.detach()))
         return HostTensor(name, weakref.ref(tensor), view)
 
