@@ -49,7 +49,7 @@ def is_module_state(source: Any, tensor: torch.Tensor) -> bool:
     """Whether Dynamo found `tensor` as a parameter, a buffer or a tensor attribute of a module."""
     if isinstance(tensor, torch.nn.Parameter):
         return True
-    # A float attribute that Dynamo made symbolic comes as a tensor of its own, which no module has.
+    # A float attribute that Dynamo made symbolic comes as a tensor that no module has.
     if source is None or isinstance(source, FloatTensorSource):
         return False
     if _STATE.search(source.name):
@@ -60,7 +60,7 @@ def is_module_state(source: Any, tensor: torch.Tensor) -> bool:
 
 def is_weight(node: fx.Node, real: Any) -> bool:
     """Parameters and buffers wherever they lie; plain tensor attributes only when they lie on the host."""
-    if not isinstance(real, torch.Tensor):
+    if not isinstance(real, torch.Tensor) or _is_float(node):
         return False
     source = placeholder_source(node)
     if isinstance(real, torch.nn.Parameter):
@@ -69,6 +69,12 @@ def is_weight(node: fx.Node, real: Any) -> bool:
         return False
     is_buffer = source is not None and ("_buffers" in source.name)
     return is_buffer or real.device.type == "cpu"
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Whether the input is a Python float, such as an epsilon, that Dynamo made symbolic and passes as a tensor."""
+    grapharg = node.meta.get("grapharg")
+    return grapharg is not None and grapharg.pass_arg_as_tensor
 
 
 def register_alias(backend_name: str, onload_device_of: Callable[[dict[str, Any]], torch.device]) -> None:
