@@ -5,6 +5,7 @@ model = torch.compile(model, backend="layerwise", options={"memory_budget": "8Gi
 
 from fxoffload.api import explain, get_plan, refresh, set_memory_budget, smallest_budget, stats
 from fxoffload.backend import layerwise
+from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig
 from fxoffload.errors import BudgetError, ConfigError, GradientError, OffloadError, OffloadWarning, PlanError, WeightError
 from fxoffload.plan import Plan
@@ -12,6 +13,7 @@ from fxoffload.plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "BudgetError",
     "ConfigError",
     "GradientError",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxoffload.binding import Binding
+from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig
 from fxoffload.cost import Costs
 from fxoffload.engine import Engine, Stats, find_engine
@@ -70,7 +71,7 @@ def explain(model: Any) -> str:
     return "\n\n".join(parts)
 
 
-def set_memory_budget(model: Any, memory_budget: int | float | str) -> None:
+def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> None:
     """Give a model another budget: new plans and top levels, no compilation. Takes effect at the next call.
 
     `memory_budget` as in `OffloadConfig`. Raises BudgetError, and leaves everything as it was, when a graph does not fit.

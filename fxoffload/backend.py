@@ -20,7 +20,7 @@ from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger, start_logging, switches
 from fxoffload.dispatch import Dispatch, place
 from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
-from fxoffload.facts import Facts, read_facts
+from fxoffload.facts import Facts
 from fxoffload.hostalias import is_weight, placeholder_source, register_alias
 from fxoffload.lower import compile_segments
 from fxoffload.names import dotted_name
@@ -29,6 +29,7 @@ from fxoffload.pack import pack_program
 from fxoffload.passes.base import copy_graph
 from fxoffload.price import price
 from fxoffload.program import Program, input_names
+from fxoffload.read import read_facts
 from fxoffload.rows import Source, split_rows
 from fxoffload.select import selected_weights
 from fxoffload.sink import sink_views

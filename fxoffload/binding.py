@@ -10,27 +10,29 @@ they show (`warmup`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from fxoffload import ops, passes
 from fxoffload.cost import BucketCost, Costs
 from fxoffload.debug import logger, switches
 from fxoffload.edits import EditWatch, elements
 from fxoffload.engine import Engine
-from fxoffload.lower import TopLevel, generate
-from fxoffload.names import identifier
+from fxoffload.lower import TopLevel
 from fxoffload.pack import pack_program
-from fxoffload.plan import Plan, Resident
+from fxoffload.plan import Plan
 from fxoffload.planner import Knobs, make_plan, smallest_budget
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program
+from fxoffload.resize import WORTH, Sizes, estimate
+from fxoffload.staged import Staged
 from fxoffload.store import HostBucket, HostWeight
-from fxoffload.transfer import Slot
+from fxoffload.timeline import simulate
 from fxoffload.verify import check_plan
 from fxoffload.warmup import Warmup
 
@@ -51,22 +53,15 @@ class Binding:
         self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for _, packed in self._checked])
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
-        self._empty = {
-            w.placeholder: torch.empty_strided(w.shape, w.stride, dtype=getattr(torch, w.dtype), device=program.onload)
-            for w in facts
-            if w.placeholder not in self._weights
-        }
         self.costs = self._price()
-        estimate = max((s.activation_nbytes for s in self.costs.segments), default=0)
-        self.activation_nbytes = engine.measured.get(program, estimate)
+        self._sizes = Sizes(program)
+        self.activation_nbytes = int(estimate(self.costs) * engine.measured.get(program, 1.0))
         known = program in engine.measured
         self._warmup = Warmup(program.onload, engine.arena, known=known, profile=program.config.profile)
         self._timer = self._warmup.timer
         self.plan: Plan | None = None
-        self.top: TopLevel | None = None
-        self._slots: dict[str, Slot] = {}
-        self._resident_slots: list[tuple[Resident, Slot]] = []
-        self._device_views: dict[HostWeight, torch.Tensor] = {}
+        self.staged: Staged | None = None
+        """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
 
     @property
     def engine(self) -> Engine:
@@ -74,6 +69,11 @@ class Binding:
         engine = self._engine()
         assert engine is not None
         return engine
+
+    @property
+    def top(self) -> TopLevel | None:
+        """The generated top level, once a call needed it."""
+        return self.staged.top if self.staged is not None else None
 
     def is_stale(self) -> bool:
         """Whether one of the bound tensors is gone, or no longer the weight that it was."""
@@ -160,6 +160,27 @@ class Binding:
         else:
             self.adopt(self.decide(budget))
 
+    def _resize(self) -> None:
+        """Price the sizes of this call; keep the plan if it still fits and a fresh one would not be worth it."""
+        costs = self._sizes.costs(self.costs)
+        if costs is self.costs:
+            return
+        self.activation_nbytes = int(self.activation_nbytes * estimate(costs) / max(estimate(self.costs), 1))
+        self.costs = costs
+        self._warmup.watch()
+        kept = self.plan
+        if kept is None or not self._warmup.done:
+            self.plan = None
+            return
+        self.plan = None
+        fresh = self.decide(self.engine.budget_nbytes(self.program.config))
+        step_ms = simulate(kept, costs).step_ms
+        if kept.arena_nbytes + self.activation_nbytes <= fresh.budget_nbytes and step_ms <= fresh.step_ms * (1 + WORTH):
+            numbers = {"activation_nbytes": self.activation_nbytes, "budget_nbytes": fresh.budget_nbytes, "step_ms": step_ms}
+            self.plan = dataclasses.replace(kept, **numbers, compute_ms=fresh.compute_ms, bound_ms=fresh.bound_ms)
+        else:
+            self.adopt(fresh)
+
     def adopt(self, plan: Plan) -> None:
         self.plan = plan
         self.release()
@@ -167,73 +188,9 @@ class Binding:
             self.engine.current = None
         logger.info("%s", plan)
 
-    # -- top level -------------------------------------------------------------------------------------------------
-
     def release(self) -> None:
         """Let go of every view of the arena."""
-        self.top = None
-        self._slots = {}
-        self._resident_slots = []
-        self._device_views = {}
-
-    def _materialise(self, plan: Plan) -> TopLevel:
-        """Views of the arena, slots, and the generated function."""
-        arena = self.engine.arena
-        dump = switches().dump
-        gm = passes.run(self.program.top, plan, dump=dump)
-        hosts = self._buckets
-        self._slots = {load.name: self._slot(load.bucket, load.offset, hosts) for load in plan.loads}
-        self._resident_slots = [(r, self._slot(r.bucket, r.offset, hosts)) for r in plan.residents]
-        offsets = {r.bucket: r.offset for r in plan.residents}
-        self._device_views = {w: w.device_view(arena.memory, offsets[w.bucket.name]) for w in self._mutated}
-        program = self.program
-        top = generate(
-            gm,
-            programs=self._timer.wrap(program.programs) if self._timer is not None else program.programs,
-            weights=frozenset(w.placeholder for w in program.facts.weights),
-            weight=self._viewer(plan),
-            inputs={placeholder: name for _, placeholder, name in program.inputs},
-            operations={ops.prefetch: self._prefetch, ops.wait: self._wait, ops.evict: self._evict},
-            output_weights={i: placeholder if itself else None for i, placeholder, itself in program.facts.output_weights},
-            device=program.onload,
-        )
-        if dump is not None:
-            (dump / "top_level.py").write_text(top.source)
-            plan.save(dump / "plan.json")
-        return top
-
-    def _slot(self, bucket: str, offset: int, hosts: dict[str, HostBucket]) -> Slot:
-        host = hosts[bucket]
-        return self.engine.transfer.slot(host.flat, self.engine.arena.memory[offset : offset + host.nbytes])
-
-    def _viewer(self, plan: Plan) -> Callable[[str, str], tuple[str, torch.Tensor]]:
-        """Name and view of a weight, for the segment that reads it."""
-        memory = self.engine.arena.memory
-        offsets = {r.bucket: r.offset for r in plan.residents}
-        loads = {(identifier(plan.segments[i]), load.bucket): load for load in plan.loads for i in load.uses}
-
-        def view(placeholder: str, segment: str) -> tuple[str, torch.Tensor]:
-            weight = self._weights.get(placeholder)
-            if weight is None:
-                return identifier(placeholder), self._empty[placeholder]
-            if weight.bucket.name in offsets:
-                return identifier(weight.name), weight.device_view(memory, offsets[weight.bucket.name])
-            load = loads[segment, weight.bucket.name]
-            _, mark, number = load.name.partition("#")
-            return identifier(f"{weight.name}{mark}{number}"), weight.device_view(memory, load.offset)
-
-        return view
-
-    def _prefetch(self, load: str, after: str | None) -> Callable[[], None]:
-        return functools.partial(
-            self.engine.transfer.prefetch, self._slots[load], self._slots[after] if after is not None else None
-        )
-
-    def _wait(self, load: str) -> Callable[[], None]:
-        return functools.partial(self.engine.transfer.wait, self._slots[load])
-
-    def _evict(self, load: str) -> Callable[[], None]:
-        return functools.partial(self.engine.transfer.evict, self._slots[load])
+        self.staged = None
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
@@ -241,25 +198,30 @@ class Binding:
         """One forward on all arguments of the graph, weights included."""
         engine = self.engine
         inputs = [args[position] for position, _, _ in self.program.inputs]
-        with engine.lock:
+        shared = engine.shared_budget(self.program.config)
+        with engine.lock, shared.lock if shared is not None else nullcontext():
             self._see_edits([args[i] for i, _ in self._checked])
+            if self._sizes.changed(args):
+                self._resize()
             if self.plan is None:
                 if not self._warmup.done:
                     self._warmup.begin(inputs)
                 self.replan()
             assert self.plan is not None
-            engine.fit_arena(self.plan)
-            if self.top is None:
-                self.top = self._materialise(self.plan)
+            engine.fit_arena(self.plan, shared)
+            if self.staged is None:
+                self.staged = Staged(self.program, self.plan, self._weights, engine.arena, engine.transfer, self._timer)
+            staged = self.staged
             engine.transfer.begin()
             engine.transfer.counters.reset()
             if engine.current is not self:
-                self._restore(self.plan)
+                engine.restores += 1
+                engine.present = staged.restore(engine.present)
             engine.current = None
             try:
-                outputs = self.top.forward(*inputs)
+                outputs = staged.top.forward(*inputs)
             finally:
-                self._write_back([args[i] for i, _ in self._checked])
+                self._write_back(staged, [args[i] for i, _ in self._checked])
             engine.forwards += 1
             engine.current = self
             self._learn()
@@ -276,27 +238,12 @@ class Binding:
         for k in {*moved, *self._watch.written(tensors)}:
             self.engine.forget(self._checked[k][1])
 
-    def _restore(self, plan: Plan) -> None:
-        """Bring the arena into the state that the plan begins with: copy what is not there."""
-        engine, transfer = self.engine, self.engine.transfer
-        engine.restores += 1
-        transfer.drain()
-        wanted = {r.offset: r.bucket for r in plan.residents}
-        engine.present = {offset: name for offset, name in engine.present.items() if wanted.get(offset) == name}
-        for resident, slot in self._resident_slots:
-            if engine.present.get(resident.offset) != resident.bucket:
-                transfer.prefetch(slot)
-                transfer.wait(slot)
-                engine.present[resident.offset] = resident.bucket
-        for load in plan.live_at_start():
-            transfer.prefetch(self._slots[load.name])
-
-    def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""
         if self._mutated:
             with torch.inference_mode():
                 for weight in self._mutated:
-                    elements(weight.whole.view).copy_(elements(self._device_views[weight]))
+                    elements(weight.whole.view).copy_(elements(staged.resident_view(weight)))
             # What we wrote is no edit.
             self._watch.written(tensors)
 
@@ -317,7 +264,7 @@ class Binding:
 
     def _take_activations(self, nbytes: int) -> None:
         self.activation_nbytes = nbytes
-        self.engine.measured[self.program] = nbytes
+        self.engine.measured[self.program] = nbytes / max(estimate(self.costs), 1)
         # Should the budget be too small for what was measured, every call says so until it is raised.
         self.plan = None
         self.replan()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from fxoffload.budget import Budget
 from fxoffload.errors import ConfigError
 from fxoffload.sizes import ACCEPTED_SIZES, MIB, parse_size
 
@@ -41,8 +42,11 @@ class OffloadConfig:
     documentation lists, such as size strings, device names and a single module name.
     """
 
-    memory_budget: int | float | Literal["auto"] = "auto"
-    """Device bytes for resident weights, staging and activations together: bytes, a fraction of the device, or what is free."""
+    memory_budget: int | float | Literal["auto"] | Budget = "auto"
+    """Device bytes for resident weights, staging and activations together: bytes, a fraction of the device, or what is free.
+
+    A `Budget` is shared by all models that it is given to.
+    """
     module_names: tuple[str, ...] | None = None
     """Dotted names to offload; `""` is the root. For a pipeline, names of components."""
     module_filter: Callable[..., bool] | None = None
@@ -116,7 +120,8 @@ def resolve_budget(config: OffloadConfig, total_nbytes: int, free_nbytes: int) -
     The margin of auto is for what no plan sees: library workspaces, compiled code, fragmentation, other processes. The result
     may be less than a model needs, or 0: that is the planner's to report.
     """
-    budget = config.memory_budget
+    shared = config.memory_budget
+    budget = shared.memory_budget if isinstance(shared, Budget) else shared
     if isinstance(budget, str):
         margin = max(free_nbytes // 16, AUTO_MARGIN_NBYTES)
         return max(free_nbytes - margin, free_nbytes // 2)
@@ -174,7 +179,12 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
-def _budget(name: str, value: object) -> int | float | str:
+def _budget(name: str, value: object) -> int | float | str | Budget:
+    return value if isinstance(value, Budget) else check_budget(name, value)
+
+
+def check_budget(name: str, value: object) -> int | float | str:
+    """The checked form of one budget: bytes, a fraction of the device, or `"auto"`."""
     accepted = f"'auto', a fraction of the device as a float with 0 < fraction <= 1, or {ACCEPTED_SIZES}"
     if _is_auto(value):
         return "auto"

@@ -17,6 +17,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxoffload.arena import Arena
+from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.debug import logger, switches
 from fxoffload.store import HostStore, HostTensor
@@ -73,17 +74,25 @@ class Engine:
         self.current: Binding | None = None
         """Whose end state the arena is in."""
         self.bindings: list[Binding] = []
-        self.measured: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
-        """Bytes that a forward of a program takes besides the arena, where they were measured."""
+        self.measured: weakref.WeakKeyDictionary[Program, float] = weakref.WeakKeyDictionary()
+        """What a forward of a program takes besides the arena, where it was measured, as a multiple of its estimate."""
         self.forwards = 0
         self.restores = 0
         self._auto_budget: int | None = None
         self._finalizer = weakref.finalize(self, _close, self.store, self.transfer)
         self._finalizer.atexit = False
 
+    def shared_budget(self, config: OffloadConfig) -> Budget | None:
+        """The budget that a graph with this config shares with other models, or None."""
+        chosen = (self.budget or config).memory_budget
+        return chosen if isinstance(chosen, Budget) else None
+
     def budget_nbytes(self, config: OffloadConfig) -> int:
         """The budget of a graph with this config, in bytes. What `"auto"` means is settled at the first question."""
         chosen = self.budget or config
+        shared = self.shared_budget(config)
+        if shared is not None:
+            return shared.settle(resolve_budget(chosen, *device_memory(self.device)))
         if chosen.memory_budget != "auto":
             return resolve_budget(chosen, *device_memory(self.device))
         if self._auto_budget is None:
@@ -116,16 +125,29 @@ class Engine:
         self.present.clear()
         self.current = None
 
-    def fit_arena(self, plan: Plan) -> None:
+    @property
+    def arena_nbytes(self) -> int:
+        return self.arena.nbytes
+
+    def give_up_arena(self) -> None:
+        """Free the arena, for another model under the same budget. The next forward takes one anew."""
+        self._allocate(0)
+
+    def fit_arena(self, plan: Plan, shared: Budget | None) -> None:
         """Make the arena as long as a plan needs, and no longer than its budget allows."""
+        if shared is not None:
+            shared.make_room(self, plan.peak_nbytes, plan.budget_nbytes)
         most = max(plan.arena_nbytes, plan.budget_nbytes - plan.activation_nbytes)
         if plan.arena_nbytes <= self.arena.nbytes <= most:
             return
+        self._allocate(plan.arena_nbytes)
+
+    def _allocate(self, nbytes: int) -> None:
         # Every view of the old arena must go, or both would be held at once.
         for binding in self.bindings:
             binding.release()
         self.transfer.drain()
-        self.arena.allocate(plan.arena_nbytes)
+        self.arena.allocate(nbytes)
         self.refresh()
 
     def stats(self) -> Stats:

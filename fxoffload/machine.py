@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sympy
+
 _BYTES_PER_MS = 1e6  # of one GB/s
 _FLOPS_PER_MS = 1e9  # of one TFLOP/s
 
@@ -41,10 +43,14 @@ class Machine:
     def copy_ms(self, nbytes: float) -> float:
         return self.copy_latency_ms + nbytes / self.link_bytes_per_ms
 
-    def compute_ms(self, flops: float, touched_nbytes: float, dtype: str) -> float:
+    def compute_ms(self, flops: Any, touched_nbytes: Any, dtype: str) -> Any:
+        """The roofline of one kernel, in ms: a float, or a sympy expression where a count is one with free symbols."""
         rates = dict(self.tflop_s)
         rate = rates.get(dtype, min(rates.values()))
-        return self.launch_ms + max(flops / (rate * _FLOPS_PER_MS), touched_nbytes / (self.memory_gb_s * _BYTES_PER_MS))
+        parts = (flops / (rate * _FLOPS_PER_MS), touched_nbytes / (self.memory_gb_s * _BYTES_PER_MS))
+        if any(getattr(part, "free_symbols", None) for part in parts):
+            return self.launch_ms + sympy.Max(*parts)
+        return self.launch_ms + max(map(float, parts))
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

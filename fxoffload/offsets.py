@@ -2,22 +2,158 @@
 
 Loads that are needed at once (their spans of uses meet) must not share bytes; any other two may, and then the later one is copied
 after the earlier one was evicted. So every placement that keeps needed-at-once loads apart is right, and what it is worth is
-how early the copies can start. Two strategies, because neither wins everywhere:
+how early the copies can start. Three strategies, because none wins everywhere:
 
 - laps: loads in the order of need from byte 0 up, then again from 0: a ring, cut where a forward ends. The laps are even, so that
   the cut costs no look-ahead: seven equal loads in three slots become laps of 2, 3, 2, where laps of 3, 3, 1 would leave none.
 - ends: in turns from the bottom and from the top. Two loads fit at a time, whatever their sizes: the least memory that overlaps
   copy and compute.
+- oldest: each load goes where it overwrites what was needed longest ago. For loads of many sizes.
 
-Both begin at any load (`rotation`), which moves the cut to where compute hides it.
+All begin at any load (`rotation`), which moves the cut to where compute hides it. What no strategy can beat is a pool without
+places (`stream.pooled_latest`); a few loads get there by moving one at a time to the end of another (`moves`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
 
-from fxoffload.stream import Stream
+from fxoffload.stream import (
+    ROUGH_COPIES,
+    Problem,
+    Stream,
+    delay,
+    earliest_positions,
+    latest_overlaps,
+    make_stream,
+    pooled_latest,
+    step_ms,
+)
+
+Strategy = Callable[[Stream, int, int], "list[int] | None"]
+_FEW_LOADS = 16
+"""So few that every rotation is tried, and single loads are moved."""
+_ROUNDS = 3
+_ROUGH_WEIGHT = 0.05
+_COPY_WEIGHT = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A complete choice: what stays, and where the rest streams through. Offsets are within the staging area."""
+
+    residents: frozenset[int]
+    stream: Stream
+    offsets: list[int]
+    latest: list[tuple[int, int]]
+    strategy: Strategy
+    staging_nbytes: int
+    score_ms: float
+    """The step, and a little of what would be added by a machine on which costs are off, and by a busy link."""
+
+    def beats(self, other: Layout) -> bool:
+        return (self.score_ms, self.staging_nbytes) < (other.score_ms, other.staging_nbytes)
+
+
+def better(best: Layout | None, found: Layout | None) -> Layout | None:
+    if best is None or (found is not None and found.beats(best)):
+        return found
+    return best
+
+
+def lay_out(
+    problem: Problem,
+    residents: frozenset[int],
+    staging_nbytes: int,
+    *,
+    strategies: Sequence[Strategy] | None = None,
+    rotations: int = 1,
+    polish: bool = False,
+) -> Layout | None:
+    """The best layout that streams what is not resident through `staging_nbytes`; None if it does not fit.
+
+    `rotations`: how many places to try for the cut, evenly spaced. `polish`: few loads are moved one at a time, while that helps.
+    """
+    best: Layout | None = None
+    for stream in streams(problem, residents, staging_nbytes):
+        m = len(stream)
+        if not m:
+            return _judged(problem, residents, stream, [], place_laps)
+        cuts = m if polish and m <= _FEW_LOADS else min(rotations, m)
+        for strategy in strategies or STRATEGIES:
+            for k in range(cuts):
+                offsets = strategy(stream, staging_nbytes, k * m // cuts)
+                if offsets is not None:
+                    best = better(best, _judged(problem, residents, stream, offsets, strategy))
+    if best is None or not polish or len(best.stream) > _FEW_LOADS:
+        return best
+    return _polished(problem, best, staging_nbytes)
+
+
+def streams(problem: Problem, residents: frozenset[int], staging_nbytes: int) -> Iterator[Stream]:
+    """The streams to try: two uses of one bucket are served by one load where that is within half of the look-ahead; or by one each."""
+    if staging_nbytes < 0:
+        return
+    if any(len(uses) > 1 and b not in residents for b, uses in enumerate(problem.uses)):
+        yield make_stream(problem, residents, staging_nbytes // 2)
+    yield make_stream(problem, residents, -1)
+
+
+def pooled_score_ms(problem: Problem, residents: frozenset[int], staging_nbytes: int, limit_ms: float = inf) -> float:
+    """The least score of any layout with these residents; `inf` if there is none, or if it would not be below `limit_ms`."""
+    best_ms = limit_ms
+    for stream in streams(problem, residents, staging_nbytes):
+        if max(problem.needed_nbytes(residents), default=0) <= staging_nbytes:
+            latest = pooled_latest(stream, staging_nbytes, problem.n)
+            if latest is not None:
+                best_ms = min(best_ms, _score_ms(problem, stream, _held_back(problem, stream, latest), best_ms))
+    return best_ms if best_ms < limit_ms else inf
+
+
+def least_score_ms(problem: Problem, copy_ms: float) -> float:
+    """The least score of any layout that copies for so long."""
+    rough_ms = max(problem.total_ms, ROUGH_COPIES * copy_ms)
+    return max(problem.total_ms, copy_ms) + _ROUGH_WEIGHT * rough_ms + _COPY_WEIGHT * copy_ms
+
+
+def _held_back(problem: Problem, stream: Stream, latest: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """By the limits on the look-ahead."""
+    positions = earliest_positions(problem, stream)
+    return latest if positions is None else delay(stream, latest, positions, problem.n)
+
+
+def _score_ms(problem: Problem, stream: Stream, latest: list[tuple[int, int]], limit_ms: float = inf) -> float:
+    copies_ms = stream.total_ms
+    extra_ms = least_score_ms(problem, copies_ms) - max(problem.total_ms, copies_ms)
+    score_ms = step_ms(problem, stream, latest)
+    if score_ms + extra_ms >= limit_ms:
+        return inf
+    score_ms += _ROUGH_WEIGHT * step_ms(problem, stream, latest, rough=True) + _COPY_WEIGHT * copies_ms
+    # Rounded, so that the last bits of a float decide nothing.
+    return round(score_ms, 9)
+
+
+def _judged(problem: Problem, residents: frozenset[int], stream: Stream, offsets: list[int], strategy: Strategy) -> Layout:
+    latest = _held_back(problem, stream, latest_overlaps(stream, offsets, problem.n))
+    used = max((offset + nbytes for offset, nbytes in zip(offsets, stream.nbytes, strict=True)), default=0)
+    return Layout(residents, stream, offsets, latest, strategy, used, _score_ms(problem, stream, latest))
+
+
+def _polished(problem: Problem, best: Layout, cap_nbytes: int) -> Layout:
+    for _ in range(_ROUNDS):
+        before = best
+        for j in range(len(best.stream)):
+            for offset in moves(best.stream, best.offsets, j, cap_nbytes):
+                offsets = [*best.offsets[:j], offset, *best.offsets[j + 1 :]]
+                found = _judged(problem, best.residents, best.stream, offsets, best.strategy)
+                best = found if found.beats(best) else best
+        if best is before:
+            break
+    return best
 
 
 def place_laps(stream: Stream, cap_nbytes: int, rotation: int = 0) -> list[int] | None:
@@ -63,6 +199,54 @@ def place_ends(stream: Stream, cap_nbytes: int, rotation: int = 0) -> list[int] 
         offsets[j] = offset
         open_loads.append(j)
     return offsets
+
+
+def place_oldest(stream: Stream, cap_nbytes: int, rotation: int = 0) -> list[int] | None:
+    """Offsets over the bytes whose last load lies furthest back, with the least waste of such bytes; None as above."""
+    offsets = [0] * len(stream)
+    open_loads: list[int] = []
+    # A skyline: from `starts[i]` on, the turn of the load that was placed there last. It ends with the cap.
+    starts, turns = [0, cap_nbytes], [-1, -1]
+    for turn, j in enumerate(_rotated(stream, rotation)):
+        nbytes = stream.nbytes[j]
+        open_loads = _needed_with(stream, open_loads, j)
+        taken = [(offsets[o], offsets[o] + stream.nbytes[o]) for o in open_loads]
+        best: tuple[int, int, int, int, int] | None = None
+        for offset in {*starts[:-1], *(start - nbytes for start in starts[1:])}:
+            end = offset + nbytes
+            if offset < 0 or end > cap_nbytes or any(offset < b and a < end for a, b in taken):
+                continue
+            i = bisect_right(starts, offset, hi=len(starts) - 1) - 1
+            k = bisect_left(starts, end, i + 1)
+            latest = max(turns[i:k])
+            wasted = sum((latest - turns[x]) * (min(end, starts[x + 1]) - max(offset, starts[x])) for x in range(i, k))
+            found = (latest, wasted, offset, i, k)
+            if best is None or found < best:
+                best = found
+        if best is None:
+            return None
+        _, _, offset, i, k = best
+        offsets[j], end = offset, offset + nbytes
+        new_starts, new_turns = ([offset], [turn]) if starts[k] == end else ([offset, end], [turn, turns[k - 1]])
+        i += starts[i] < offset
+        starts[i:k] = new_starts
+        turns[i:k] = new_turns
+        open_loads.append(j)
+    return offsets
+
+
+STRATEGIES: tuple[Strategy, ...] = (place_laps, place_ends, place_oldest)
+
+
+def moves(stream: Stream, offsets: list[int], j: int, cap_nbytes: int) -> Iterator[int]:
+    """Other offsets of load `j`, next to another load or to an end of the staging area, where nothing needed with it lies."""
+    nbytes = stream.nbytes[j]
+    others = [o for o in range(len(stream)) if o != j]
+    taken = [(offsets[o], offsets[o] + stream.nbytes[o]) for o in _needed_with(stream, others, j)]
+    ends = {offsets[o] + stream.nbytes[o] for o in others}
+    for offset in sorted({0, cap_nbytes - nbytes, *ends, *(offsets[o] - nbytes for o in others)} - {offsets[j]}):
+        if 0 <= offset <= cap_nbytes - nbytes and not any(offset < end and start < offset + nbytes for start, end in taken):
+            yield offset
 
 
 def _rotated(stream: Stream, rotation: int) -> list[int]:

@@ -27,16 +27,17 @@ from itertools import pairwise
 
 from fxoffload.cost import Costs
 from fxoffload.errors import BudgetError
+from fxoffload.offsets import Layout
 from fxoffload.plan import Load, Plan, Resident
-from fxoffload.residency import Layout, choose, choose_fixed, choose_unoverlapped
+from fxoffload.residency import choose, choose_fixed, choose_unoverlapped
 from fxoffload.sizes import format_size, show_size
 from fxoffload.stream import ALIGN, Problem, align, earliest_positions
 from fxoffload.timeline import simulate, windowed_bound
 
 PREFETCH_LIMIT = 8
-_EFFORT = 60_000
+_EFFORT = 240_000
 """Loads to simulate in the local search, over all its trials."""
-_MOST_TRIALS = 300
+_MOST_TRIALS = 3000
 _COUNTS = 24
 
 

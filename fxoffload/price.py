@@ -11,7 +11,9 @@ that reads it last, because the caller holds it there. The graph's inputs live t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
@@ -23,9 +25,13 @@ from fxoffload.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class SegmentPrice:
-    """`flops` and `activation_nbytes` are sympy expressions of the traced symbols; `cost` has their value at the traced sizes."""
+    """What one segment computes and holds, as sympy expressions of the traced symbols: numbers where shapes are static.
+
+    `cost` has their value at the sizes that were traced.
+    """
 
     flops: sympy.Expr
+    compute_ms: sympy.Expr
     activation_nbytes: sympy.Expr
     cost: SegmentCost
 
@@ -34,28 +40,73 @@ def price(facts: Facts, blocks: Blocks, machine: Machine) -> tuple[SegmentPrice,
     """Price every segment of a graph."""
     nodes = {n.name: n for n in facts.nodes}
     live = _live_nbytes(facts, blocks)
+    sizes = {storage: nbytes for _, storage, nbytes in facts.inputs} | {s: b for n in facts.nodes for s, b in n.allocates}
     prices: list[SegmentPrice] = []
     for segment in blocks.segments:
         members = [nodes[name] for name in segment.nodes]
-        peak = max((live[name] for name in segment.nodes), key=facts.number)
+        peak = _peak(facts, [live[name] for name in segment.nodes])
         flops = sum((n.flops for n in members), sympy.Integer(0))
-        cost = SegmentCost(segment.name, _compute_ms(facts, members, machine), facts.number(peak))
-        prices.append(SegmentPrice(flops, peak, cost))
+        compute_ms = _compute_ms(members, sizes, machine)
+        cost = SegmentCost(segment.name, facts.value(compute_ms), facts.number(peak))
+        prices.append(SegmentPrice(flops, compute_ms, peak, cost))
     return tuple(prices)
 
 
-def _compute_ms(facts: Facts, members: list[NodeFacts], machine: Machine) -> float:
-    total = 0.0
-    sizes: dict[int, int] = {}
+def price_function(prices: Sequence[SegmentPrice], symbols: Sequence[sympy.Symbol]) -> Callable[..., tuple[SegmentCost, ...]]:
+    """A function from the values of `symbols`, in order, to the segments' costs at these sizes."""
+    # Equal segments have equal expressions: each distinct one is evaluated once.
+    distinct = list(dict.fromkeys(e for p in prices for e in (p.compute_ms, p.activation_nbytes)))
+    place = {expression: i for i, expression in enumerate(distinct)}
+    evaluate: Any = sympy.lambdify(list(symbols), distinct, modules=[{"Max": max, "Min": min}, "math"])
+
+    def costs(*sizes: int) -> tuple[SegmentCost, ...]:
+        values = evaluate(*sizes)
+        return tuple(
+            SegmentCost(p.cost.name, float(values[place[p.compute_ms]]), int(values[place[p.activation_nbytes]])) for p in prices
+        )
+
+    return costs
+
+
+def knee(prices: Sequence[SegmentPrice], symbol: sympy.Symbol, copy_ms: float, hints: Mapping[sympy.Symbol, int]) -> int | None:
+    """The least size of a dynamic dimension from which compute takes longer than copying everything, so that streaming is free.
+
+    Solves `sum of compute_ms(size) = copy_ms`, the other symbols as in `hints`. None if no size up to 2**31 does.
+    """
+    others: Any = {s: v for s, v in hints.items() if s != symbol}
+    total: Any = sympy.Add(*[p.compute_ms for p in prices]).subs(others)
+    if symbol not in total.free_symbols:
+        return None
+    # Rooflines are piecewise: the pieces that hold at the solution are found by solving with each in turn.
+    at = sympy.lambdify(symbol, total, modules=[{"Max": max, "Min": min}, "math"])
+    low, high = 1, 2**31
+    if at(high) < copy_ms:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if at(middle) >= copy_ms else (middle + 1, high)
+    return low
+
+
+def _peak(facts: Facts, live: list[sympy.Expr]) -> sympy.Expr:
+    """The largest of some expressions; where shapes are dynamic, of those that lead at small, traced and large sizes."""
+    if not facts.hints:
+        return max(live)
+    distinct = list(dict.fromkeys(live))
+    leaders = [max(distinct, key=lambda e, scale=scale: facts.value(e, scale)) for scale in (1 / 64, 1, 64)]
+    return sympy.Max(*dict.fromkeys(leaders))
+
+
+def _compute_ms(members: list[NodeFacts], sizes: Mapping[int, sympy.Expr], machine: Machine) -> sympy.Expr:
+    total: sympy.Expr = sympy.Integer(0)
     touched_by_fused: set[int] = set()
     for node in members:
-        sizes.update((storage, facts.number(nbytes)) for storage, nbytes in node.allocates)
         if node.kind == "extern":
-            total += machine.compute_ms(facts.number(node.flops), facts.number(node.touched_nbytes), node.dtype)
+            total += machine.compute_ms(node.flops, node.touched_nbytes, node.dtype)
         elif node.kind == "fused":
             touched_by_fused.update(node.reads, (storage for storage, _ in node.allocates))
-    traffic = sum(sizes.get(storage, 0) for storage in touched_by_fused)
-    return total + (machine.compute_ms(0, traffic, "") if touched_by_fused else 0.0)
+    traffic = sum((sizes.get(storage, sympy.Integer(0)) for storage in sorted(touched_by_fused)), sympy.Integer(0))
+    return total + (machine.compute_ms(0, traffic, "") if touched_by_fused else 0)
 
 
 def _live_nbytes(facts: Facts, blocks: Blocks) -> dict[str, sympy.Expr]:

@@ -14,107 +14,137 @@ which they are off, and of the copy time: of two plans with equal steps, the one
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator
+from math import fsum, inf
 
-from fxoffload.offsets import place_ends, place_laps
-from fxoffload.stream import Problem, Stream, delay, earliest_positions, latest_overlaps, make_stream, step_ms
+from fxoffload.offsets import Layout, better, lay_out, least_score_ms, pooled_score_ms
+from fxoffload.stream import Problem
 
-Strategy = Callable[[Stream, int, int], "list[int] | None"]
-_STRATEGIES: tuple[Strategy, ...] = (place_laps, place_ends)
-_STAGING = (1.0, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
+Ranked = tuple[float, int, frozenset[int]]
+"""Score in a pool, a tie-break, residents."""
+_STAGING = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Staging bytes to try, in units of what the neediest segment reads."""
 _THRESHOLDS = 8
 _HALVINGS = 8
 _ROTATIONS = 12
-_FEW = 6
-"""So many buckets are few enough to try every set of residents, and so many loads to try every rotation."""
+_FEW = 14
+"""So many buckets are few enough to rank every set of residents."""
+_NEAR = 1.03
+_CANDIDATES = 32
+_MOST_PLACED = 128
+_NEARBY = 4
 _GOLDEN = 0.6180339887498949
-_ROUGH_WEIGHT = 0.05
-_COPY_WEIGHT = 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A complete choice: what stays, and where the rest streams through. Offsets are within the staging area."""
-
-    residents: frozenset[int]
-    stream: Stream
-    offsets: list[int]
-    latest: list[tuple[int, int]]
-    strategy: Strategy
-    staging_nbytes: int
-    score_ms: float
-    """The step, and a little of what would be added by a machine on which costs are off, and by a busy link."""
-
-    def beats(self, other: Layout) -> bool:
-        return (self.score_ms, self.staging_nbytes) < (other.score_ms, other.staging_nbytes)
-
-
-def lay_out(
-    problem: Problem,
-    residents: frozenset[int],
-    staging_nbytes: int,
-    *,
-    strategies: Sequence[Strategy] = _STRATEGIES,
-    rotations: int = 1,
-) -> Layout | None:
-    """The best layout that streams what is not resident through `staging_nbytes`; None if it does not fit.
-
-    `rotations`: how many places to try for the cut, evenly spaced.
-    """
-    best: Layout | None = None
-    if staging_nbytes < 0:
-        return None
-    # Two uses of one bucket are served by one load where that is within half of the look-ahead; or by one each.
-    tied = any(len(uses) > 1 and b not in residents for b, uses in enumerate(problem.uses))
-    for merge_nbytes in (staging_nbytes // 2, -1) if tied else (-1,):
-        stream = make_stream(problem, residents, merge_nbytes)
-        m = len(stream)
-        if not m:
-            return _judged(problem, residents, stream, [], place_laps)
-        cuts = m if m <= _FEW else min(rotations, m)
-        for strategy in strategies:
-            for k in range(cuts):
-                offsets = strategy(stream, staging_nbytes, k * m // cuts)
-                if offsets is not None:
-                    best = better(best, _judged(problem, residents, stream, offsets, strategy))
-    return best
-
-
-def _judged(problem: Problem, residents: frozenset[int], stream: Stream, offsets: list[int], strategy: Strategy) -> Layout:
-    latest = latest_overlaps(stream, offsets, problem.n)
-    positions = earliest_positions(problem, stream)
-    if positions is not None:
-        latest = delay(stream, latest, positions, problem.n)
-    score_ms = step_ms(problem, stream, latest)
-    score_ms += _ROUGH_WEIGHT * step_ms(problem, stream, latest, rough=True) + _COPY_WEIGHT * stream.total_ms
-    used = max((offset + nbytes for offset, nbytes in zip(offsets, stream.nbytes, strict=True)), default=0)
-    # Rounded, so that the last bits of a float decide nothing.
-    return Layout(residents, stream, offsets, latest, strategy, used, round(score_ms, 9))
-
-
-def better(best: Layout | None, found: Layout | None) -> Layout | None:
-    if best is None or (found is not None and found.beats(best)):
-        return found
-    return best
 
 
 def choose(problem: Problem, weight_nbytes: int, always: frozenset[int], effort: int) -> Layout | None:
     """The best layout found when the planner is free to keep any bucket; None if nothing fits.
 
-    `effort`: how many sets of residents the local search tries.
+    `effort`: about how many sets of residents are priced.
     """
-    best: Layout | None = None
     free = [b for b in range(len(problem.nbytes)) if b not in always]
-    few = len(free) <= _FEW
-    for residents in _all_sets(always, free) if few else _candidates(problem, weight_nbytes, always):
-        best = better(best, lay_out(problem, residents, weight_nbytes - problem.size(residents)))
-    if best is None or few or len(best.residents) == len(problem.nbytes):
+    if len(free) <= _FEW:
+        return _place(problem, weight_nbytes, _rank_all(problem, weight_nbytes, always, free, effort))
+    best = _place(problem, weight_nbytes, _rank(problem, weight_nbytes, always, effort))
+    if best is None or len(best.residents) == len(problem.nbytes):
         return best
-    best = _improve(problem, weight_nbytes, always, best, effort)
-    cap = weight_nbytes - problem.size(best.residents)
-    return better(best, lay_out(problem, best.residents, cap, rotations=_ROTATIONS))
+    return _improve(problem, weight_nbytes, always, best, effort)
+
+
+def _rank_all(problem: Problem, weight_nbytes: int, always: frozenset[int], free: list[int], effort: int) -> Iterator[Ranked]:
+    """All sets of residents that may be about the best, priced as if staging were a pool."""
+    room_nbytes, copy_ms = [weight_nbytes - problem.size(always)], [fsum(problem.copy_ms[b] for b in free)]
+    for b in free:
+        room_nbytes += [nbytes - problem.nbytes[b] for nbytes in room_nbytes]
+        copy_ms += [ms - problem.copy_ms[b] for ms in copy_ms]
+    fits = sorted(
+        (least_score_ms(problem, max(copy_ms[bits], 0.0)), bits) for bits, nbytes in enumerate(room_nbytes) if nbytes >= 0
+    )
+    best_ms = inf
+    ranked: list[Ranked] = []
+    for least_ms, bits in fits[:effort]:
+        if least_ms > best_ms * _NEAR:
+            break
+        residents = always | {b for k, b in enumerate(free) if bits >> k & 1}
+        score_ms = pooled_score_ms(problem, residents, room_nbytes[bits], best_ms * _NEAR)
+        if score_ms < inf:
+            best_ms = min(best_ms, score_ms)
+            ranked.append((score_ms, bits, residents))
+    yield from sorted(ranked)
+    yield 0.0, 0, always
+
+
+def _rank(problem: Problem, weight_nbytes: int, always: frozenset[int], effort: int) -> Iterator[Ranked]:
+    """Candidates, and what a local search finds from the best of them, priced as if staging were a pool."""
+    priced: dict[frozenset[int], float] = {}
+
+    def price(residents: frozenset[int], limit_ms: float = inf) -> float:
+        score_ms = priced.get(residents)
+        if score_ms is None:
+            score_ms = pooled_score_ms(problem, residents, weight_nbytes - problem.size(residents), limit_ms)
+            priced[residents] = score_ms
+        return score_ms
+
+    candidates = list(_candidates(problem, weight_nbytes, always))
+    best_ms, _, best = min((price(residents), k, residents) for k, residents in enumerate(candidates))
+    draw = random.Random(0).random
+    for _ in range(effort):
+        residents = _neighbour(problem, best, always, draw)
+        score_ms = price(residents, best_ms)
+        if score_ms < best_ms:
+            best_ms, best = score_ms, residents
+    ranked = sorted((score_ms, k, residents) for k, (residents, score_ms) in enumerate(priced.items()))
+    yield from ranked[:_CANDIDATES]
+    yield from ((priced[residents], 0, residents) for residents in candidates)
+
+
+def _place(problem: Problem, weight_nbytes: int, ranked: Iterable[Ranked]) -> Layout | None:
+    """The best layout of ranked sets of residents: none is better than its pool."""
+    best: Layout | None = None
+    for tried, (score_ms, _, residents) in enumerate(ranked):
+        if best is None or (score_ms < best.score_ms and tried < _MOST_PLACED):
+            best = better(best, lay_out(problem, residents, weight_nbytes - problem.size(residents), polish=True))
+    return best
+
+
+def _neighbour(problem: Problem, residents: frozenset[int], always: frozenset[int], draw: Callable[[], float]) -> frozenset[int]:
+    """A bucket in, or out, or one for another that is read nearby or anywhere; and sometimes one more."""
+    near = set(residents)
+    inside = sorted(residents - always)
+    outside = sorted(set(range(len(problem.nbytes))) - residents)
+
+    def pick(buckets: list[int]) -> int:
+        return buckets[int(draw() * len(buckets))]
+
+    what = draw()
+    if what < 0.88 and outside and inside:
+        comes = pick(outside)
+        k = bisect_left(inside, comes)
+        goes = pick(inside[max(k - _NEARBY, 0) : k + _NEARBY] if draw() < 0.6 else inside)
+        if what < 0.76:
+            near.add(comes)
+        near.discard(goes)
+        if what < 0.4:
+            (near.add(pick(outside)) if what < 0.2 else near.discard(pick(inside)))
+    elif outside:
+        near.add(pick(outside))
+    return frozenset(near)
+
+
+def _improve(problem: Problem, weight_nbytes: int, always: frozenset[int], best: Layout, effort: int) -> Layout:
+    """Change a few residents while that helps. Random, but of a fixed seed: equal input, equal plan."""
+    draw = random.Random(1).random
+    tried: set[frozenset[int]] = {best.residents}
+    for _ in range(effort):
+        residents = _neighbour(problem, best.residents, always, draw)
+        staging_nbytes = weight_nbytes - problem.size(residents)
+        if residents in tried:
+            continue
+        tried.add(residents)
+        if pooled_score_ms(problem, residents, staging_nbytes, best.score_ms) < inf:
+            best = better(best, lay_out(problem, residents, staging_nbytes)) or best
+    found = lay_out(problem, best.residents, weight_nbytes - problem.size(best.residents), rotations=_ROTATIONS, polish=True)
+    return better(best, found) or best
 
 
 def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int], rotations: int = _ROTATIONS) -> Layout | None:
@@ -124,7 +154,7 @@ def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int]
     least = max(problem.needed_nbytes(residents), default=0)
     sizes = [int(least * factor) for factor in _STAGING]
     for staging_nbytes in [*(size for size in sizes if size < cap), cap]:
-        best = better(best, lay_out(problem, residents, staging_nbytes, rotations=rotations))
+        best = better(best, lay_out(problem, residents, staging_nbytes, rotations=rotations, polish=rotations > 1))
     return best
 
 
@@ -235,25 +265,6 @@ def _walk(
                 debt = 0.0
                 indebted = []
     return residents
-
-
-def _improve(problem: Problem, weight_nbytes: int, always: frozenset[int], best: Layout, effort: int) -> Layout:
-    """Move single buckets in and out while that helps. Random, but of a fixed seed: equal input, equal plan."""
-    draw = random.Random(0).random
-    count = len(problem.nbytes)
-    for _ in range(effort):
-        residents = set(best.residents)
-        what = draw()
-        removable = sorted(residents - always)
-        if what < 0.7 and removable:
-            residents.discard(removable[int(draw() * len(removable))])
-        if what > 0.2:
-            residents.add(int(draw() * count))
-        cap = weight_nbytes - problem.size(residents)
-        if cap >= 0:
-            found = lay_out(problem, frozenset(residents), cap, strategies=(best.strategy,))
-            best = found if found is not None and found.beats(best) else best
-    return best
 
 
 def choose_unoverlapped(problem: Problem, weight_nbytes: int, always: frozenset[int]) -> Layout | None:

@@ -25,7 +25,7 @@ import torch
 from fxoffload.buckets import align
 from fxoffload.edits import elements
 from fxoffload.errors import OffloadWarning
-from fxoffload.facts import span_nbytes
+from fxoffload.read import span_nbytes
 from fxoffload.sizes import show_size
 
 

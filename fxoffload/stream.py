@@ -13,7 +13,7 @@ is the whole state. Load `l`, needed by segment `w`, with `a` the eviction that 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -166,6 +166,48 @@ def latest_overlaps(stream: Stream, offsets: list[int], n: int) -> list[tuple[in
             starts[i:k] = new_starts
             owners[i:k] = new_owners
     return [(0, owner % m) if owner >= n * m else (1, owner % m) for owner in latest]
+
+
+def pooled_latest(stream: Stream, cap_nbytes: int, n: int) -> list[tuple[int, int]] | None:
+    """As `latest_overlaps`, were `cap_nbytes` a pool in which any free bytes will do: no placement in it lets a copy start earlier.
+
+    A load waits until it and those loads before it that are not evicted are at most `cap_nbytes`; None if it waits for ever.
+    """
+    m = len(stream)
+    if stream.first == stream.last:
+        return _pooled_in_order(stream.nbytes, cap_nbytes)
+    by_eviction = sorted(
+        (last - n, j - m, nbytes) for j, (last, nbytes) in enumerate(zip(stream.last, stream.nbytes, strict=True))
+    )
+    latest: list[tuple[int, int]] = []
+    for j, (first, last, nbytes) in enumerate(zip(stream.first, stream.last, stream.nbytes, strict=True)):
+        room_nbytes = cap_nbytes - nbytes
+        for evicted, a, held_nbytes in reversed(by_eviction):
+            # A load before `j - m` is counted by its turn in this forward.
+            if a >= j - m:
+                room_nbytes -= held_nbytes
+            # At the latest it waits for its own eviction, by the forward before.
+            if room_nbytes < 0 or a == j - m:
+                if evicted >= first:
+                    return None
+                latest.append((int(a < 0), a % m))
+                break
+        insort(by_eviction, (last, j, nbytes))
+    return latest
+
+
+def _pooled_in_order(nbytes: list[int], cap_nbytes: int) -> list[tuple[int, int]]:
+    """Where the loads are evicted in the order in which they are needed: a queue."""
+    m = len(nbytes)
+    latest: list[tuple[int, int]] = []
+    a, held_nbytes = -m - 1, sum(nbytes)
+    for j in range(m):
+        held_nbytes += nbytes[j]
+        while held_nbytes > cap_nbytes or a < j - m:
+            a += 1
+            held_nbytes -= nbytes[a]
+        latest.append((0, a) if a >= 0 else (1, a + m))
+    return latest
 
 
 def earliest_positions(problem: Problem, stream: Stream) -> list[int] | None:

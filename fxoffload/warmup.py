@@ -69,6 +69,10 @@ class Warmup:
         # Below a few of the allocator's pieces the measure tells little.
         return max(measured + SLACK_NBYTES, min(estimate_nbytes, 3 * SLACK_NBYTES))
 
+    def watch(self) -> None:
+        """Watch the next forwards again: they have other sizes."""
+        self._watched = WATCHED if self._measures else 0
+
     def excess(self, activation_nbytes: int) -> int:
         """Bytes that the forward just issued came to hold beyond `activation_nbytes`; 0 once enough forwards were watched."""
         if not self._watched:

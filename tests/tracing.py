@@ -11,8 +11,9 @@ import torch
 import torch.fx as fx
 
 from fxoffload.blocks import Blocks, Segment
-from fxoffload.facts import Facts, NodeFacts, Weight, read_facts
+from fxoffload.facts import Facts, NodeFacts, Weight
 from fxoffload.owner import tensor_names
+from fxoffload.read import read_facts
 from fxoffload.split import split_graph
 
 T = TypeVar("T")

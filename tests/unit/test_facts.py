@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxoffload.errors import GradientError, WeightError
-from fxoffload.facts import Facts, read_facts, span_nbytes
+from fxoffload.facts import Facts
+from fxoffload.read import read_facts, span_nbytes
 from tests.models import seeded, toy
 from tests.tracing import CPU, read, trace
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import sympy
 import torch
 
 from fxoffload.blocks import find_blocks
 from fxoffload.facts import Facts
 from fxoffload.machine import Machine
 from fxoffload.price import price
-from tests.models import toy
+from tests.models import Towers, seeded, toy
 from tests.tracing import cut, facts_of, node, read
 
 # 1 GB/s and 1 TFLOP/s: 1e6 bytes and 1e9 operations a millisecond. No launch time.
@@ -55,7 +54,7 @@ def test_what_crosses_segments_lives_to_the_end_of_the_last_that_reads_it() -> N
     assert activations(facts) == [110]
     # Cut behind a: the caller holds a while c and d run.
     assert activations(facts, 1) == [100, 111]
-    assert activations(facts, 1, 1) == [100, 110, 16 - 0]
+    assert activations(facts, 1, 1) == [100, 110, 16]
 
 
 def test_outputs_live_to_the_end_and_inputs_throughout() -> None:
@@ -129,19 +128,15 @@ def test_fused_work_that_reads_another_segments_storage_pays_for_it() -> None:
 
 
 def test_expressions_hold_at_every_size() -> None:
-    traced = read(toy(2), torch.ones(3, 16), dynamic=True)
-    blocks = find_blocks(traced.facts, max_segment_nbytes=1 << 30)
-    prices = price(traced.facts, blocks, MACHINE)
+    traced = read(seeded(Towers), torch.ones(3, 16), dynamic=True)
+    prices = price(traced.facts, find_blocks(traced.facts, max_segment_nbytes=1 << 30), MACHINE)
     (batch,) = set().union(*(p.flops.free_symbols for p in prices))
     for n in (1, 7, 4096):
-        static = read(toy(2), torch.ones(n, 16))
+        static = read(seeded(Towers), torch.ones(n, 16))
         wanted = price(static.facts, find_blocks(static.facts, max_segment_nbytes=1 << 30), MACHINE)
         for got, fixed in zip(prices, wanted, strict=True):
             assert got.flops.subs(batch, n) == fixed.flops
             assert got.activation_nbytes.subs(batch, n) == fixed.activation_nbytes
-    (x,) = (nbytes for _, _, nbytes in traced.facts.inputs)
-    # The block's input, its norm and up, relu of it: x + 64 n + 64 n + 128 n + 128 n at most.
-    assert sympy.simplify(prices[1].activation_nbytes / x).is_number
 
 
 def test_equal_blocks_have_equal_prices() -> None:

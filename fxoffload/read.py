@@ -1,0 +1,303 @@
+"""Reading the facts of a Dynamo graph.
+
+Dynamo hands a backend real tensors and a fake mode of its own; `read_facts` runs the graph once in that mode (no data, no
+device work) and counts, per node,
+
+    flops    = sum of torch's flop formulas over the ATen calls of the node           (torch.utils.flop_counter)
+    touched  = bytes of all tensors that those calls read or write, views excluded
+    alloc    = bytes of every storage that the node creates
+"""
+
+# Private names of torch: the tracing context and its fake mode, Dynamo's guard of the random state, dispatch modes, the overload
+# packet of an operator, pytrees, storage identity, version counters. Checked on torch 2.11 and 2.13.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+from fxoffload.errors import GradientError, WeightError
+from fxoffload.facts import Facts, NodeFacts, Weight
+from fxoffload.hostalias import is_weight, placeholder_source
+from fxoffload.names import dotted_name
+
+_SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
+_BATCH_NORM = (torch.nn.functional.batch_norm, torch.batch_norm)
+
+
+def _expr(size: Any) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _nbytes(tensor: torch.Tensor) -> sympy.Expr:
+    """Bytes from the first to the last element: 1 + sum (size - 1) * stride elements."""
+    sizes: Any = tensor.shape  # of int and SymInt; a SymInt is not compared, which would guard on it
+    if any(isinstance(size, int) and size == 0 for size in sizes):
+        return sympy.Integer(0)
+    last = sum(((_expr(n) - 1) * _expr(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)), sympy.Integer(0))
+    return (last + 1) * tensor.element_size()
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: sympy.Expr = sympy.Integer(0)
+        self.touched: sympy.Expr = sympy.Integer(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops += _expr(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+        elif func.name().startswith(_SDPA):
+            self.flops += _expr(sdpa_flop(args[0].shape, args[1].shape, args[2].shape))
+        if not func.is_view:
+            tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
+            self.touched += sum((_nbytes(t) for t in tensors.values()), sympy.Integer(0))
+        return out
+
+
+class _Reader(fx.Interpreter):
+    """Runs the graph on fake tensors; leaves each node's value in `meta["val"]` and its counts in `counts`."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.counts: dict[str, tuple[sympy.Expr, sympy.Expr]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        with _Counter() as counter:
+            value = super().run_node(n)
+        n.meta["val"] = value
+        self.counts[n.name] = (counter.flops, counter.touched)
+        return value
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def _refuse(name: str, real: torch.Tensor) -> None:
+    if is_traceable_wrapper_subclass(real):
+        raise WeightError(
+            f"facts: {name}: a {type(real).__name__} weight cannot be streamed by this version; "
+            "leave that module out of the compiled model, or load it unquantized"
+        )
+    if real.device.type == "meta":
+        raise WeightError(f"facts: {name}: the weight is on the meta device and has no bytes; load it before the first call")
+    if real.layout != torch.strided:
+        raise WeightError(f"facts: {name}: layout {real.layout} cannot be streamed; convert it to a strided tensor")
+
+
+def _fake_mode() -> FakeTensorMode:
+    """The mode that Dynamo traces this graph in, and AOTAutograd will use."""
+    fake_mode = TracingContext.get().fake_mode
+    assert fake_mode is not None
+    return fake_mode
+
+
+def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device) -> tuple[list[Any], set[str]]:
+    """One fake a placeholder, in the mode that AOTAutograd will use; weights get storages of their own, on the onload device."""
+    fake_mode = _fake_mode()
+    weights: set[str] = set()
+    fakes: list[Any] = []
+    for node, real in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if is_weight(node, real):
+            _refuse(node.name, real)
+            traced = node.meta["example_value"]
+            with fake_mode:
+                fakes.append(torch.empty_strided(traced.shape, traced.stride(), dtype=real.dtype, device=onload))
+            weights.add(node.name)
+        elif isinstance(real, torch.Tensor):
+            fakes.append(_fake_input(fake_mode, real))
+        else:
+            fakes.append(real)
+    return fakes, weights
+
+
+def _fake_input(fake_mode: FakeTensorMode, real: torch.Tensor) -> torch.Tensor:
+    """As AOTAutograd would: with the symbols that Dynamo gave the tensor, where it did."""
+    context = TracingContext.get().tensor_to_context.get(real)
+    if context is None:
+        return fake_mode.from_tensor(real)
+    return fake_mode.from_tensor(real, symbolic_context=context, source=getattr(context, "tensor_source", None))
+
+
+def _mutates_statistics(node: fx.Node) -> bool:
+    """Batch norm in training mode writes its running statistics, which no version counter of a fake tensor shows."""
+    if node.target not in _BATCH_NORM:
+        return False
+    return bool(node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False))
+
+
+def _kind(node: fx.Node, flops: sympy.Expr, allocates: bool) -> str:
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return "view"
+    if not _tensors(node.meta.get("val")):
+        return "other"
+    if flops != 0:
+        return "extern"
+    return "fused" if allocates else "view"
+
+
+def _module_path(node: fx.Node) -> tuple[tuple[str, str, str], ...]:
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple((key, dotted_name(path), getattr(cls, "__name__", str(cls))) for key, (path, cls) in stack.items())
+
+
+def _symbols(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any]) -> tuple[tuple[sympy.Symbol, str], ...]:
+    pairs = (
+        (_expr(real), node.name)
+        for node, real in zip(placeholders, example_inputs, strict=True)
+        if isinstance(real, torch.SymInt)
+    )
+    return tuple((symbol, name) for symbol, name in pairs if isinstance(symbol, sympy.Symbol))
+
+
+def _hints() -> tuple[tuple[sympy.Symbol, int], ...]:
+    env: Any = _fake_mode().shape_env
+    if env is None:
+        return ()
+    known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    return tuple(sorted(((symbol, int(value)) for symbol, value in known.items()), key=lambda pair: pair[0].name))
+
+
+def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str]) -> Facts:
+    """Read the facts of a Dynamo graph, and leave a fake value in every node's `meta["val"]`.
+
+    `names` gives the qualified name of a module's tensor by its `id`; what is not in it is named by its Dynamo source.
+    Raises WeightError for a weight that cannot be streamed, GradientError when the graph would record gradients.
+    """
+    _refuse_gradients(gm)
+    # Inference tensors have no version counters, and those of the fakes tell which weights are written.
+    with torch.inference_mode(False):
+        return _read_facts(gm, example_inputs, onload, names)
+
+
+def _read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str]) -> Facts:
+    fakes, weight_names = _fake_inputs(gm, example_inputs, onload)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
+    reader = _Reader(gm)
+    with torch._dynamo.utils.preserve_rng_state(), torch.no_grad(), _fake_mode(), enable_python_dispatcher():
+        reader.run(*fakes)
+
+    storage_of_weight = {_storage(f): n.name for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
+    statistics = {a.name for n in gm.graph.nodes if _mutates_statistics(n) for a in n.all_input_nodes}
+    weights = tuple(
+        _weight(
+            node,
+            real,
+            names,
+            mutated=fake._version != versions[node.name]
+            or (node.name in statistics and "_buffers" in str(placeholder_source(node).name)),
+        )
+        for node, real, fake in zip(placeholders, example_inputs, fakes, strict=True)
+        if node.name in weight_names
+    )
+    inputs = tuple(
+        (node.name, _storage(fake), _nbytes(fake))
+        for node, fake in zip(placeholders, fakes, strict=True)
+        if isinstance(fake, torch.Tensor) and node.name not in weight_names
+    )
+    seen = set(storage_of_weight) | {storage for _, storage, _ in inputs}
+    nodes = tuple(
+        _node_facts(node, reader.counts[node.name], storage_of_weight, seen)
+        for node in gm.graph.nodes
+        if node.op not in ("placeholder", "output")
+    )
+    outputs = _outputs(gm)
+    return Facts(
+        weights=weights,
+        inputs=inputs,
+        nodes=nodes,
+        outputs=tuple(sorted({_storage(t) for t in _tensors(outputs)} - set(storage_of_weight))),
+        output_weights=_output_weights(outputs, storage_of_weight, weights),
+        symbols=_symbols(placeholders, example_inputs),
+        hints=_hints(),
+    )
+
+
+def _output_weights(
+    outputs: Sequence[Any], storage_of_weight: Mapping[int, str], weights: Sequence[Weight]
+) -> tuple[tuple[int, str, bool], ...]:
+    by_name = {w.placeholder: w for w in weights}
+    found: list[tuple[int, str, bool]] = []
+    for i, value in enumerate(outputs):
+        if isinstance(value, torch.Tensor) and _storage(value) in storage_of_weight:
+            weight = by_name[storage_of_weight[_storage(value)]]
+            layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset(), str(value.dtype).removeprefix("torch."))
+            found.append((i, weight.placeholder, weight.mutated and layout == (weight.shape, weight.stride, 0, weight.dtype)))
+    return tuple(found)
+
+
+def _refuse_gradients(gm: fx.GraphModule) -> None:
+    for value in tree_leaves(fx.map_arg(gm.graph.output_node().args, lambda n: n.meta.get("example_value"))):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise GradientError(
+                "facts: the outputs of this model require gradients, and weights are streamed for inference only; "
+                "call the model under torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def _outputs(gm: fx.GraphModule) -> list[Any]:
+    """The values that the graph returns, once it has run."""
+    returned: Any = gm.graph.output_node().args[0]
+    return [n.meta["val"] if isinstance(n, fx.Node) else n for n in returned]
+
+
+def _weight(node: fx.Node, real: torch.Tensor, names: Mapping[int, str], *, mutated: bool) -> Weight:
+    source = placeholder_source(node)
+    name = names.get(id(real)) or (dotted_name(source.name) if source is not None else node.name)
+    return Weight(
+        placeholder=node.name,
+        name=name,
+        nbytes=span_nbytes(real),
+        dtype=str(real.dtype).removeprefix("torch."),
+        shape=tuple(real.shape),
+        stride=tuple(real.stride()),
+        mutated=mutated,
+    )
+
+
+def span_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element of a strided tensor."""
+    return int(_nbytes(tensor))
+
+
+def _node_facts(
+    node: fx.Node, counts: tuple[sympy.Expr, sympy.Expr], storage_of_weight: dict[int, str], seen: set[int]
+) -> NodeFacts:
+    read_tensors = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))]
+    reads = {_storage(t) for t in read_tensors}
+    own = {_storage(t): t for t in _tensors(node.meta["val"])}
+    allocates = tuple((storage, _nbytes(t)) for storage, t in own.items() if storage not in seen)
+    seen.update(own)
+    dtypes = [t.dtype for t in read_tensors if t.dtype.is_floating_point] or [t.dtype for t in own.values()]
+    return NodeFacts(
+        name=node.name,
+        target=torch.typename(node.target) if callable(node.target) else str(node.target),
+        path=_module_path(node),
+        weights=tuple(sorted(storage_of_weight[s] for s in reads if s in storage_of_weight)),
+        reads=tuple(sorted(reads - set(storage_of_weight))),
+        allocates=allocates,
+        flops=counts[0],
+        touched_nbytes=counts[1],
+        dtype=str(dtypes[0]).removeprefix("torch.") if dtypes else "",
+        kind=_kind(node, counts[0], bool(allocates)),
+    )

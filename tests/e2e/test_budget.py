@@ -1,0 +1,106 @@
+"""One budget for several models, and other sizes of one graph."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import fxoffload
+from fxoffload import api
+from fxoffload.errors import BudgetError, ConfigError
+from tests.models import rows, toy
+
+
+def offloaded(n: int, budget: object, *, seed: int = 0, dynamic: bool | None = False) -> tuple[torch.nn.Module, object]:
+    model = toy(n, seed=seed)
+    options = {"onload_device": "cpu", "segment_compiler": "eager", "memory_budget": budget}
+    return model, torch.compile(model, backend=fxoffload.layerwise, fullgraph=True, dynamic=dynamic, options=options)
+
+
+def test_two_models_under_one_budget_hold_no_more_than_it() -> None:
+    budget = fxoffload.Budget("24KiB")
+    pairs = [offloaded(6, budget), offloaded(4, budget, seed=1)]
+    with torch.no_grad():
+        for k in range(8):
+            model, compiled = pairs[k % 2]
+            torch.testing.assert_close(compiled(rows(k)), model(rows(k)))
+            held = sum(api.engine_of(m).arena.nbytes for m, _ in pairs if k or m is model)
+            assert held + fxoffload.get_plan(model).activation_nbytes <= 24 << 10
+            assert fxoffload.stats(model).nbytes_copied > 0
+
+
+def test_an_idle_model_keeps_what_is_to_spare() -> None:
+    budget = fxoffload.Budget("1MiB")
+    (first, run_first), (second, run_second) = offloaded(3, budget), offloaded(3, budget, seed=1)
+    with torch.no_grad():
+        for _ in range(2):
+            run_first(rows(0))
+            run_second(rows(0))
+        for model, run in ((first, run_first), (second, run_second)):
+            run(rows(1))
+            assert fxoffload.stats(model).nbytes_copied == 0
+            assert fxoffload.stats(model).restores == 1
+
+
+def test_a_shared_budget_serialises_threads() -> None:
+    budget = fxoffload.Budget("24KiB")
+    pairs = [offloaded(5, budget, seed=s) for s in range(2)]
+    failures: list[BaseException] = []
+
+    def run(model: torch.nn.Module, compiled: object) -> None:
+        try:
+            with torch.no_grad():
+                for k in range(6):
+                    torch.testing.assert_close(compiled(rows(k)), model(rows(k)))
+        except BaseException as error:
+            failures.append(error)
+
+    with torch.no_grad():
+        for model, compiled in pairs:
+            compiled(rows(0))
+    threads = [threading.Thread(target=run, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_bad_budgets_are_refused_when_made() -> None:
+    with pytest.raises(ConfigError, match="memory_budget: '4g'"):
+        fxoffload.Budget("4g")
+    assert repr(fxoffload.Budget("4GiB")) == f"Budget({4 << 30})"
+
+
+def test_other_sizes_are_priced_again_without_recompiling() -> None:
+    model, compiled = offloaded(4, "52KiB", dynamic=True)
+    with torch.no_grad():
+        plans = {}
+        for n in (3, 7, 4, 100, 3):
+            x = torch.randn(n, 16)
+            torch.testing.assert_close(compiled(x), model(x))
+            plans[n] = fxoffload.get_plan(model)
+            assert plans[n].peak_nbytes <= 52 << 10
+            (binding,) = api.bindings_of(model)
+        assert plans[100].activation_nbytes > 4 * plans[7].activation_nbytes
+        assert plans[100].streamed_nbytes > 0
+        assert binding.program.facts.symbols
+
+
+def test_a_size_that_leaves_too_little_is_an_error_before_the_run() -> None:
+    model, compiled = offloaded(4, "40KiB", dynamic=True)
+    with torch.no_grad():
+        compiled(torch.randn(4, 16))
+        forwards = fxoffload.stats(model).forwards
+        with pytest.raises(
+            BudgetError, match=r"budget 40\.00 KiB: .* of activations .*; raise the budget to at least \d+"
+        ) as caught:
+            compiled(torch.randn(4096, 16))
+        assert fxoffload.stats(model).forwards == forwards
+        x = torch.randn(5, 16)
+        torch.testing.assert_close(compiled(x), model(x))
+        fxoffload.set_memory_budget(model, caught.value.smallest_nbytes)
+        x = torch.randn(4096, 16)
+        torch.testing.assert_close(compiled(x), model(x))

@@ -1,0 +1,225 @@
+"""What gives an edit away: the address, the version counter, and a probe of the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fxoffload.edits import EditWatch, sample, version_of
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def made(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.bool:
+        return torch.zeros(shape, dtype=dtype)
+    if dtype.is_complex:
+        return torch.complex(torch.rand(shape), torch.rand(shape)).to(dtype)
+    return (torch.rand(shape) * 3 + 1).to(dtype)
+
+
+def dense_edit(tensor: torch.Tensor) -> None:
+    """Every element gets another value, through `.data`: no version counter moves."""
+    if tensor.dtype == torch.bool:
+        tensor.data.logical_not_()
+    elif tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        tensor.data.copy_((tensor.data.float() * 2 + 1).to(tensor.dtype))
+    else:
+        tensor.data += 5
+
+
+class Watched:
+    """Parameters whose memory is watched, as the store's views are."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = [nn.Parameter(t, requires_grad=False) for t in tensors]
+        self.watch = EditWatch(self.tensors, [t.data for t in self.tensors])
+
+    def written(self) -> list[int]:
+        return self.watch.written(self.tensors)
+
+    def moved(self) -> list[int]:
+        return self.watch.moved(self.tensors)
+
+
+def three() -> Watched:
+    return Watched(torch.rand(16, 16), torch.rand(3), torch.rand(40, 40))
+
+
+def test_nothing_happened() -> None:
+    watched = three()
+    for _ in range(2):
+        assert watched.moved() == []
+        assert watched.written() == []
+
+
+# -- address and version ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_other_memory_is_seen_by_its_address(k: int) -> None:
+    watched = three()
+    watched.tensors[k].data = watched.tensors[k].data.clone()
+    assert watched.moved() == [k]
+
+
+def test_a_swap_of_two_is_seen() -> None:
+    watched = Watched(torch.rand(4, 4), torch.rand(4, 4), torch.rand(4, 4))
+    a, b, _ = watched.tensors
+    a.data, b.data = b.data, a.data
+    assert watched.moved() == [0, 1]
+
+
+def test_another_tensor_over_the_same_memory_is_no_move() -> None:
+    watched = three()
+    watched.tensors[0] = nn.Parameter(watched.tensors[0].data, requires_grad=False)
+    assert watched.moved() == []
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [lambda p: p.add_(1), lambda p: p[0].zero_(), lambda p: p.copy_(torch.ones_like(p)), lambda p: p.view(-1)[-1:].mul_(2)],
+)
+def test_in_place_operations_are_seen_by_the_version(edit: Callable[[torch.Tensor], object]) -> None:
+    watched = three()
+    edit(watched.tensors[1])
+    assert watched.written() == [1]
+    assert watched.written() == [], "an edit is told once"
+
+
+def test_a_single_element_of_a_large_weight_is_seen_by_the_version() -> None:
+    watched = Watched(torch.rand(1000, 1000))
+    watched.tensors[0][617, 3] = 7
+    assert watched.written() == [0]
+
+
+# -- the probe --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (64,), (65, 7), (100, 64), (8, 4, 3, 3)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_a_dense_edit_of_any_dtype_and_shape_is_seen(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    watched = Watched(made(shape, dtype), torch.rand(5))
+    version = watched.tensors[0]._version
+    dense_edit(watched.tensors[0])
+    assert watched.tensors[0]._version == version
+    assert watched.written() == [0]
+    assert watched.written() == []
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.rand(30, 50).t(),
+    "strided": lambda: torch.rand(30, 50)[::2, ::3],
+    "channels last": lambda: torch.rand(4, 8, 3, 3).to(memory_format=torch.channels_last),
+    "offset": lambda: torch.rand(2000)[7:],
+    "one row expanded": lambda: torch.rand(1, 8),
+    "one column": lambda: torch.rand(500, 1),
+    "complex transposed": lambda: torch.rand(30, 50, dtype=torch.complex64).t(),
+    "bfloat16 strided": lambda: torch.rand(30, 50).bfloat16()[:, ::7],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_dense_edit_of_any_layout_is_seen(layout: str) -> None:
+    watched = Watched(torch.rand(5), LAYOUTS[layout]())
+    dense_edit(watched.tensors[1])
+    assert watched.written() == [1]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (128, 64), (1000, 512), (100, 63), (4096, 8), (3, 5000)])
+@pytest.mark.parametrize("part", ["one column in eight", "one row in sixteen", "the first half", "the last tenth"])
+def test_an_edit_of_a_part_is_seen(part: str, rows: int, columns: int) -> None:
+    watched = Watched(torch.rand(rows, columns))
+    data = watched.tensors[0].data
+    chosen = {
+        "one column in eight": data[:, :: min(8, columns)],
+        "one row in sixteen": data[:: min(16, rows)],
+        "the first half": data.view(-1)[: data.numel() // 2],
+        "the last tenth": data.view(-1)[-(data.numel() // 10) :],
+    }[part]
+    chosen += 1
+    assert watched.written() == [0]
+
+
+def test_a_low_rank_update_is_seen() -> None:
+    watched = Watched(torch.rand(256, 512).bfloat16())
+    watched.tensors[0].data += (torch.randn(256, 4) @ torch.randn(4, 512)).bfloat16()
+    assert watched.written() == [0]
+
+
+def test_several_edits_of_several_dtypes_are_told_apart() -> None:
+    watched = Watched(*(made((20, 20), dtype) for dtype in DTYPES))
+    chosen = [0, 3, 4, 7, 11, 13]
+    for k in chosen:
+        dense_edit(watched.tensors[k])
+    assert watched.written() == chosen
+
+
+def test_nan_is_no_edit() -> None:
+    assert Watched(torch.full((10, 10), float("nan"))).written() == []
+    assert Watched(torch.full((10, 10), float("nan")).bfloat16()).written() == []
+
+
+def test_empty_weights_are_watched_too() -> None:
+    watched = Watched(torch.rand(0, 4), torch.rand(4), torch.rand(3, 0))
+    dense_edit(watched.tensors[1])
+    assert watched.written() == [1]
+    assert EditWatch([], []).written([]) == EditWatch([], []).moved([]) == []
+
+
+def test_tensors_of_inference_mode_have_no_version_but_bytes() -> None:
+    with torch.inference_mode():
+        watched = Watched(torch.rand(8, 8), torch.rand(8))
+        assert version_of(watched.tensors[0]) is None
+        assert watched.written() == []
+        watched.tensors[0].add_(1)
+        assert watched.written() == [0]
+        watched.tensors[1].mul_(2)
+    assert watched.written() == [1]
+    assert version_of(torch.rand(1)) == 0
+
+
+def test_asking_under_inference_mode_leaves_ordinary_tensors() -> None:
+    tensors = [nn.Parameter(torch.rand(8, 8), requires_grad=False)]
+    with torch.inference_mode():
+        watch = EditWatch(tensors, tensors)
+        assert watch.written(tensors) == []
+    with torch.no_grad():
+        tensors[0].add_(1)
+        assert watch.written(tensors) == [0]
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 100, 127, 1000, 100_000])
+def test_a_sample_is_a_small_view_spread_over_the_memory(count: int) -> None:
+    tensor = torch.zeros(count)
+    probe = sample(tensor)
+    assert probe.dtype == torch.int32
+    assert 1 <= probe.numel() <= 64
+    assert probe.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    tensor.fill_(1)
+    assert probe.ne(0).all()
+    assert probe.stride(0) * probe.numel() >= count * 0.9 or count < 64
+
+
+def test_a_sample_looks_at_many_columns() -> None:
+    tensor = torch.arange(64 * 1024).reshape(1024, 64).float()
+    columns = {int(bits.view(torch.float32)) % 64 for bits in sample(tensor)}
+    assert len(columns) > 32

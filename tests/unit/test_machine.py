@@ -1,0 +1,157 @@
+"""The machine's formulas, its file, and where measured constants are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+
+from fxoffload import calibrate
+from fxoffload.calibrate import cache_path, machine_of
+from fxoffload.machine import Machine
+
+MACHINE = Machine("test", 50.0, 0.01, 2000.0, 0.005, (("bfloat16", 400.0), ("float32", 50.0)))
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_copy_takes_its_latency_and_its_bytes_over_the_link() -> None:
+    assert MACHINE.copy_ms(0) == pytest.approx(0.01)
+    assert MACHINE.copy_ms(50_000_000) == pytest.approx(1.01)
+    assert MACHINE.link_bytes_per_ms == pytest.approx(50e6)
+
+
+@pytest.mark.parametrize(
+    ("flops", "nbytes", "dtype", "ms"),
+    [
+        (400e9, 0, "bfloat16", 1.005),
+        (400e9, 0, "float32", 8.005),
+        (400e9, 0, "float16", 8.005),  # not in the table: the slowest
+        (0, 2e9, "bfloat16", 1.005),
+        (400e9, 4e9, "bfloat16", 2.005),  # the longer of both
+        (800e9, 2e9, "bfloat16", 2.005),
+        (0, 0, "", 0.005),
+    ],
+)
+def test_compute_takes_a_launch_and_the_longer_of_operations_and_bytes(
+    flops: float, nbytes: float, dtype: str, ms: float
+) -> None:
+    assert MACHINE.compute_ms(flops, nbytes, dtype) == pytest.approx(ms)
+
+
+def test_saved_and_loaded_it_is_equal(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "machine.json"
+    MACHINE.save(path)
+    assert Machine.load(path) == MACHINE
+    assert hash(Machine.load(path)) == hash(MACHINE)
+    assert path.read_text().endswith("}\n")
+
+
+def test_nominal_is_the_same_everywhere() -> None:
+    assert Machine.nominal() == Machine.nominal()
+    assert Machine.nominal("cpu") == dataclasses.replace(Machine.nominal(), name="cpu")
+    assert dict(Machine.nominal().tflop_s).keys() == {"bfloat16", "float16", "float32"}
+
+
+class TestGolden(expecttest.TestCase):
+    def test_line(self) -> None:
+        self.assertExpectedInline(
+            str(MACHINE), """machine  test  link 50.0 GB/s  memory 2000 GB/s  bfloat16 400 TFLOP/s  float32 50 TFLOP/s"""
+        )
+
+
+# -- calibrate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[torch.device]:
+    """A CUDA device of a given name, measured at once; the list has what was measured."""
+    found: list[torch.device] = []
+
+    def measure(device: torch.device) -> Machine:
+        found.append(device)
+        return MACHINE
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrate, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A device")
+    monkeypatch.setattr(calibrate, "_driver_version", lambda: "1.2.3")
+    machine_of.cache_clear()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Any:
+    yield
+    machine_of.cache_clear()
+
+
+def test_the_cpu_is_nominal_and_leaves_no_file(measured: list[torch.device], tmp_path: Path) -> None:
+    assert machine_of(CPU) == Machine.nominal("cpu")
+    assert measured == []
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_device_is_measured_once_a_machine(measured: list[torch.device]) -> None:
+    assert machine_of(CUDA) == machine_of(CUDA) == MACHINE
+    assert measured == [CUDA]
+    assert cache_path(CUDA).is_file()
+    machine_of.cache_clear()
+    assert machine_of(CUDA) == MACHINE, "another process finds the file"
+    assert measured == [CUDA]
+
+
+def test_the_file_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, measured: list[torch.device], tmp_path: Path) -> None:
+    path = cache_path(CUDA)
+    assert path.parent == tmp_path / "cache" / "fxoffload"
+    assert path.name.startswith("machine-")
+    assert path.suffix == ".json"
+    for unset in ("", None):
+        if unset is None:
+            monkeypatch.delenv("XDG_CACHE_HOME")
+        else:
+            monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        assert cache_path(CUDA) == tmp_path / ".cache" / "fxoffload" / path.name
+
+
+def test_device_driver_and_torch_are_the_key(monkeypatch: pytest.MonkeyPatch, measured: list[torch.device]) -> None:
+    paths = {cache_path(CUDA)}
+    assert cache_path(torch.device("cuda", 1)) in paths, "two devices of one name are one machine"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "Another device")
+        paths.add(cache_path(CUDA))
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "_driver_version", lambda: "1.2.4")
+        paths.add(cache_path(CUDA))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9.9")
+        paths.add(cache_path(CUDA))
+    assert len(paths) == 4
+    assert cache_path(CUDA) in paths
+
+
+def test_a_cache_that_cannot_be_written_is_a_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, measured: list[torch.device], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING, logger="fxoffload"):
+        assert machine_of(CUDA) == MACHINE
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"calibrate: {cache_path(CUDA)} cannot be written (")
+    assert record.getMessage().endswith("); the machine will be measured again next time")
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"name": "half written"'])
+def test_a_file_that_cannot_be_read_is_measured_anew(measured: list[torch.device], content: str) -> None:
+    cache_path(CUDA).parent.mkdir(parents=True)
+    cache_path(CUDA).write_text(content)
+    assert machine_of(CUDA) == MACHINE
+    assert measured == [CUDA]
+    assert Machine.load(cache_path(CUDA)) == MACHINE
