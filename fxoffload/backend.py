@@ -23,6 +23,7 @@ from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
 from fxoffload.facts import Facts
 from fxoffload.hostalias import is_weight, placeholder_source, register_alias
 from fxoffload.lower import compile_segments
+from fxoffload.machine import Machine
 from fxoffload.names import dotted_name
 from fxoffload.owner import calling_line, owner_of, tensor_names
 from fxoffload.pack import pack_program
@@ -69,27 +70,41 @@ def layerwise(
 layerwise.compiler_name = BACKEND  # type: ignore[attr-defined]  # torch.compile reads it where the function itself is passed
 
 
-def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig) -> Program:
-    """All stages before compilation. Raises OffloadError for what cannot be offloaded."""
-    onload = _available(config.onload_device)
+def analyse(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: OffloadConfig,
+    *,
+    machine: Machine | None = None,
+    onload: torch.device | None = None,
+    root: torch.nn.Module | None = None,
+) -> Program:
+    """All stages before compilation. Raises OffloadError for what cannot be offloaded.
+
+    For a program that is not to run: `machine`, where the device is not there to be measured; `onload`, the device that the graph
+    was traced on, also with weights on the meta device; and `root`, the module that the graph belongs to.
+    """
+    runs = onload is None
+    onload = available_device(config.onload_device) if onload is None else onload
     output_device = None if _is_broken(gm) else config.output_device
     # Dynamo reads the placeholders of its graph again when it writes the call, so that graph is not ours to change.
     reason, gm = gm, fx.GraphModule(gm, copy_graph(gm.graph))
     watch = _Watch()
     placeholders = gm.graph.find_nodes(op="placeholder")
     reals = {n: t for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)}
-    root = owner_of(next(iter(reals.values()))) if reals else None
+    if root is None and reals:
+        root = owner_of(next(iter(reals.values())))
     names = tensor_names(root)
     _warn_of_break(reason, reals, root, names)
     selected = selected_weights(config, root)
     limit_nbytes = _bucket_limit(config, sum(t.numel() * t.element_size() for t in reals.values()))
     inputs, sources = split_rows(gm, example_inputs, limit_nbytes, is_weight)
     sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
-    facts = read_facts(gm, inputs, onload, names)
+    facts = read_facts(gm, inputs, onload, names, allow_meta=not runs)
     watch.lap("facts")
     blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes)
     watch.lap("blocks")
-    machine = machine_of(onload)
+    machine = machine or machine_of(onload)
     watch.lap("machine")
     prices = price(facts, blocks, machine)
     watch.lap("price")
@@ -170,7 +185,7 @@ def _refusal(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-def _available(device: torch.device) -> torch.device:
+def available_device(device: torch.device) -> torch.device:
     """The device with its index. Raises ConfigError where it is not there."""
     if device.type == "cpu":
         return device
@@ -189,7 +204,7 @@ def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
     """The onload device while tracing. Bad options are not reported here, inside Dynamo, but by `layerwise`."""
     options = kwargs.get("options") or {}
     try:
-        return _available(torch.device(options.get("onload_device", "cuda")))
+        return available_device(torch.device(options.get("onload_device", "cuda")))
     except (RuntimeError, TypeError):
         return torch.device("cpu")
 

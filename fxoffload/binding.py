@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -111,15 +111,12 @@ class Binding:
 
     @property
     def knobs(self) -> Knobs:
-        config = self.program.config
-        return Knobs(
-            transfer_buckets=config.transfer_buckets,
-            persistent_buckets=config.persistent_buckets,
-            persistent_bins=config.persistent_bins,
-            prefetch_limit=config.prefetch_limit,
-            max_inflight_prefetch_bytes=config.max_inflight_prefetch_bytes,
-            async_transfer=config.async_transfer,
-        )
+        return self.program.knobs
+
+    @property
+    def warm(self) -> bool:
+        """Whether the first forwards, which measure and may change the plan, are over."""
+        return self._warmup.done
 
     def smallest_budget(self, *, overlap: bool = False) -> int:
         """The least budget, in bytes, that this graph runs in (`planner.smallest_budget`).
@@ -129,15 +126,21 @@ class Binding:
         return smallest_budget(self.costs, self.knobs, activation_nbytes=self.activation_nbytes, overlap=overlap)
 
     def profile(self, call: Callable[[], object]) -> Costs:
-        """The costs with the compute times of the one forward of this graph that `call` runs."""
+        """The costs with the compute times of the last forward of this graph that `call` runs."""
+        with self.timed() as timer:
+            call()
+        return timer.refine(self.costs)
+
+    @contextmanager
+    def timed(self) -> Generator[SegmentTimer, None, None]:
+        """Segments are timed in here."""
         timer = self._timer = SegmentTimer(self.program.onload)
         self.release()
         try:
-            call()
+            yield timer
         finally:
             self._timer = None
             self.release()
-        return timer.refine(self.costs)
 
     def decide(self, budget_nbytes: int) -> Plan:
         """The plan for a budget. Changes nothing. Raises BudgetError or ConfigError."""

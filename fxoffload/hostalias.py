@@ -5,6 +5,8 @@ devices. So while Dynamo traces a frame for a registered backend, the *fake* ten
 buffers, tensor attributes of modules) carry the onload device. Guards are built from the real tensors and keep
 passing; nothing outside such a trace is touched.
 
+For an analysis, which traces but never runs, tensors on the meta device, inputs too, trace as device tensors as well.
+
 Two private functions are wrapped: `FakeTensorMode.from_tensor`, which knows the Dynamo `Source` a tensor came from, and
 `MetaTensorDescriber.describe_tensor`, which reads its device. Checked on torch 2.11, 2.13. Alternatives that lost
 (zero-storage shells, tensor subclasses, parametrizations) change what `state_dict` or in-place edits see.
@@ -36,6 +38,7 @@ from fxoffload.errors import OffloadError
 _STATE = re.compile(r"(?:\._|\.__dict__\['_)(?:parameters|buffers)")
 
 _onload_device_of: dict[str, Callable[[dict[str, Any]], torch.device]] = {}
+_with_meta: set[str] = set()
 _moving = threading.local()
 
 
@@ -68,7 +71,7 @@ def is_weight(node: fx.Node, real: Any) -> bool:
     if not is_module_state(source, real):
         return False
     is_buffer = source is not None and ("_buffers" in source.name)
-    return is_buffer or real.device.type == "cpu"
+    return is_buffer or real.device.type in ("cpu", "meta")
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -77,24 +80,41 @@ def _is_float(node: fx.Node) -> bool:
     return grapharg is not None and grapharg.pass_arg_as_tensor
 
 
-def register_alias(backend_name: str, onload_device_of: Callable[[dict[str, Any]], torch.device]) -> None:
+def register_alias(
+    backend_name: str, onload_device_of: Callable[[dict[str, Any]], torch.device], *, meta: bool = False
+) -> None:
     """Alias module state while tracing for the backend of this name.
 
     `onload_device_of` maps the keyword arguments of the `torch.compile` call (`options`, `mode`) to the onload device.
+    `meta`: alias all tensors on the meta device too, for a backend whose graphs never run.
     """
     _onload_device_of[backend_name] = onload_device_of
+    if meta:
+        _with_meta.add(backend_name)
 
 
-def _tracing_device() -> torch.device | None:
-    """The onload device if Dynamo is tracing for a registered backend right now, else None."""
+def _alias_of(tensor: torch.Tensor, source: Any) -> torch.device | None:
+    """The device that a tensor is to trace on if Dynamo is tracing for a registered backend right now, else None."""
+    if tensor.device.type not in ("cpu", "meta"):
+        return None
+    name, device = _tracing()
+    if device is None:
+        return None
+    if tensor.device.type == "meta":
+        return device if name in _with_meta else None
+    return device if device.type != "cpu" and is_module_state(source, tensor) else None
+
+
+def _tracing() -> tuple[str, torch.device | None]:
+    """The registered backend that Dynamo is tracing for right now, and its onload device."""
     tx = getattr(symbolic_convert.tls, "current_tx", None)
     compiler_fn = tx.output.compiler_fn if tx is not None else None
     while compiler_fn is not None:
-        device_of = _onload_device_of.get(getattr(compiler_fn, "compiler_name", ""))
-        if device_of is not None:
-            return device_of(getattr(compiler_fn, "kwargs", {}))
+        name = getattr(compiler_fn, "compiler_name", "")
+        if name in _onload_device_of:
+            return name, _onload_device_of[name](getattr(compiler_fn, "kwargs", {}))
         compiler_fn = getattr(compiler_fn, "_torchdynamo_orig_backend", None)
-    return None
+    return "", None
 
 
 @contextmanager
@@ -132,10 +152,8 @@ def _install() -> None:
 
     @functools.wraps(from_tensor)
     def from_tensor_aliased(self: FakeTensorMode, tensor: torch.Tensor, *, source: Any = None, **kwargs: Any) -> Any:
-        if source is None or tensor.device.type != "cpu":
-            return from_tensor(self, tensor, source=source, **kwargs)
-        device = _tracing_device()
-        if device is None or device.type == "cpu" or not is_module_state(source, tensor):
+        device = _alias_of(tensor, source) if source is not None else None
+        if device is None:
             return from_tensor(self, tensor, source=source, **kwargs)
         with _descriptions_on(device):
             return from_tensor(self, tensor, source=source, **kwargs)
@@ -144,7 +162,7 @@ def _install() -> None:
     def describe_tensor_aliased(self: MetaTensorDescriber, t: torch.Tensor, *, recurse: bool = True, trace: bool = False) -> Any:
         description = describe_tensor(self, t, recurse=recurse, trace=trace)
         device = getattr(_moving, "device", None)
-        if device is None or t.device.type != "cpu":
+        if device is None or t.device.type not in ("cpu", "meta"):
             return description
         return dataclasses.replace(description, device=device)
 

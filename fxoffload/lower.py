@@ -116,7 +116,8 @@ class _Writer:
         device: torch.device,
     ) -> None:
         self.gm = gm
-        self.namespace: dict[str, Any] = dict(programs)
+        self.namespace: dict[str, Any] = {}
+        self._programs = programs
         self._weights = weights
         self._weight = weight
         self._inputs = inputs
@@ -125,7 +126,7 @@ class _Writer:
         self._device = device
         self._names: dict[fx.Node, str] = {}
         # A name that is assigned to anywhere is local everywhere, and must not be the name of something in the namespace.
-        self._locals = {"_", *inputs.values(), *(_result_name(n) for n in gm.graph.nodes if n.target is operator.getitem)}
+        self._locals = {"_", "forward", *inputs.values(), *(_result_name(n) for n in gm.graph.nodes if n.target is operator.getitem)}
         self._last_reader = {used: node for node in gm.graph.nodes for used in node.all_input_nodes}
 
     def source(self) -> str:
@@ -170,7 +171,8 @@ class _Writer:
             self._names[user] = _result_name(user)
         targets = "".join(f"{self._names[results[i]] if i in results else '_'}, " for i in range(len(returned)))
         arguments = ", ".join(self._argument(a, segment) for a in node.args)
-        return [f"{targets}= {segment}({arguments})" if results else f"{segment}({arguments})"]
+        call = f"{self._bind(segment, self._programs[segment])}({arguments})"
+        return [f"{targets}= {call}" if results else call]
 
     def _argument(self, value: Any, segment: str) -> str:
         if not isinstance(value, fx.Node):

@@ -63,7 +63,8 @@ class _Counter(TorchDispatchMode):
             self.flops += _expr(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
         elif func.name().startswith(_SDPA):
             self.flops += _expr(sdpa_flop(args[0].shape, args[1].shape, args[2].shape))
-        if not func.is_view:
+        # Dynamo asks fake tensors for their device and layout through operators of their own.
+        if not func.is_view and func.namespace != "prim":
             tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
             self.touched += sum((_nbytes(t) for t in tensors.values()), sympy.Integer(0))
         return out
@@ -92,13 +93,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def _refuse(name: str, real: torch.Tensor) -> None:
+def _refuse(name: str, real: torch.Tensor, *, allow_meta: bool) -> None:
     if is_traceable_wrapper_subclass(real):
         raise WeightError(
             f"facts: {name}: a {type(real).__name__} weight cannot be streamed by this version; "
             "leave that module out of the compiled model, or load it unquantized"
         )
-    if real.device.type == "meta":
+    if real.device.type == "meta" and not allow_meta:
         raise WeightError(f"facts: {name}: the weight is on the meta device and has no bytes; load it before the first call")
     if real.layout != torch.strided:
         raise WeightError(f"facts: {name}: layout {real.layout} cannot be streamed; convert it to a strided tensor")
@@ -111,14 +112,16 @@ def _fake_mode() -> FakeTensorMode:
     return fake_mode
 
 
-def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device) -> tuple[list[Any], set[str]]:
+def _fake_inputs(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str], *, allow_meta: bool
+) -> tuple[list[Any], set[str]]:
     """One fake a placeholder, in the mode that AOTAutograd will use; weights get storages of their own, on the onload device."""
     fake_mode = _fake_mode()
     weights: set[str] = set()
     fakes: list[Any] = []
     for node, real in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         if is_weight(node, real):
-            _refuse(node.name, real)
+            _refuse(_name(node, real, names), real, allow_meta=allow_meta)
             traced = node.meta["example_value"]
             with fake_mode:
                 fakes.append(torch.empty_strided(traced.shape, traced.stride(), dtype=real.dtype, device=onload))
@@ -177,20 +180,30 @@ def _hints() -> tuple[tuple[sympy.Symbol, int], ...]:
     return tuple(sorted(((symbol, int(value)) for symbol, value in known.items()), key=lambda pair: pair[0].name))
 
 
-def read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str]) -> Facts:
+def read_facts(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    onload: torch.device,
+    names: Mapping[int, str],
+    *,
+    allow_meta: bool = False,
+) -> Facts:
     """Read the facts of a Dynamo graph, and leave a fake value in every node's `meta["val"]`.
 
     `names` gives the qualified name of a module's tensor by its `id`; what is not in it is named by its Dynamo source.
+    `allow_meta`: weights may be on the meta device, for a graph that is not to run.
     Raises WeightError for a weight that cannot be streamed, GradientError when the graph would record gradients.
     """
     _refuse_gradients(gm)
     # Inference tensors have no version counters, and those of the fakes tell which weights are written.
     with torch.inference_mode(False):
-        return _read_facts(gm, example_inputs, onload, names)
+        return _read_facts(gm, example_inputs, onload, names, allow_meta=allow_meta)
 
 
-def _read_facts(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str]) -> Facts:
-    fakes, weight_names = _fake_inputs(gm, example_inputs, onload)
+def _read_facts(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str], *, allow_meta: bool
+) -> Facts:
+    fakes, weight_names = _fake_inputs(gm, example_inputs, onload, names, allow_meta=allow_meta)
     placeholders = gm.graph.find_nodes(op="placeholder")
     versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
     reader = _Reader(gm)
@@ -262,17 +275,20 @@ def _outputs(gm: fx.GraphModule) -> list[Any]:
 
 
 def _weight(node: fx.Node, real: torch.Tensor, names: Mapping[int, str], *, mutated: bool) -> Weight:
-    source = placeholder_source(node)
-    name = names.get(id(real)) or (dotted_name(source.name) if source is not None else node.name)
     return Weight(
         placeholder=node.name,
-        name=name,
+        name=_name(node, real, names),
         nbytes=span_nbytes(real),
         dtype=str(real.dtype).removeprefix("torch."),
         shape=tuple(real.shape),
         stride=tuple(real.stride()),
         mutated=mutated,
     )
+
+
+def _name(node: fx.Node, real: torch.Tensor, names: Mapping[int, str]) -> str:
+    source = placeholder_source(node)
+    return names.get(id(real)) or (dotted_name(source.name) if source is not None else node.name)
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:

@@ -37,7 +37,7 @@ class Staged:
         self._weights = weights
         self._hosts = {w.bucket.name: w.bucket for w in weights.values()}
         self._offsets = {r.bucket: r.offset for r in plan.residents}
-        self._slots = {load.name: self._slot(load.bucket, load.offset) for load in plan.loads}
+        self._slots = {load.name: self._slot(load.bucket, load.offset, load.name) for load in plan.loads}
         self._resident_slots = [(r, self._slot(r.bucket, r.offset)) for r in plan.residents]
         self._empty = {
             w.placeholder: torch.empty_strided(w.shape, w.stride, dtype=getattr(torch, w.dtype), device=program.onload)
@@ -66,9 +66,9 @@ class Staged:
         """A weight of a resident bucket, in the arena."""
         return weight.device_view(self._memory, self._offsets[weight.bucket.name])
 
-    def _slot(self, bucket: str, offset: int) -> Slot:
+    def _slot(self, bucket: str, offset: int, load: str = "") -> Slot:
         host = self._hosts[bucket]
-        return self._transfer.slot(host.flat, self._memory[offset : offset + host.nbytes])
+        return self._transfer.slot(host.flat, self._memory[offset : offset + host.nbytes], load)
 
     def _generate(self, program: Program, timer: SegmentTimer | None) -> TopLevel:
         dump = switches().dump

@@ -8,7 +8,7 @@ Each weight keeps a storage of its own, exactly as long as its bytes, that only 
 saves its bytes, and safetensors sees no shared memory. Weights that shared memory before (tied through views) still do.
 """
 
-# Private names of torch: version counters. Checked on torch 2.11 and 2.13.
+# Private names of torch: version counters, storage identity. Checked on torch 2.11 and 2.13.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ def overlapping(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[
     order = {id(t): i for i, (_, t) in enumerate(tensors)}
     groups: list[list[tuple[str, torch.Tensor]]] = []
     end, device = -1, None
-    for name, tensor in sorted(tensors, key=lambda pair: (str(pair[1].device), pair[1].data_ptr(), order[id(pair[1])])):
-        start = tensor.data_ptr()
+    for name, tensor in sorted(tensors, key=lambda pair: (str(pair[1].device), _address(pair[1]), order[id(pair[1])])):
+        start = _address(tensor)
         if groups and start < end and tensor.device == device:
             groups[-1].append((name, tensor))
         else:
@@ -290,3 +290,10 @@ def overlapping(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[
         device = tensor.device
         end = max(end, start + span_nbytes(tensor))
     return sorted(groups, key=lambda group: min(order[id(t)] for _, t in group))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the bytes of a tensor begin. On the meta device nothing has an address: there storages get one each, far apart."""
+    if tensor.device.type != "meta":
+        return tensor.data_ptr()
+    return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()

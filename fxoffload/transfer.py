@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,10 +33,14 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The place of one load: `host` and `device` are uint8 views of equal length; the events are the transfer's own."""
+    """The place of one load: `host` and `device` are uint8 views of equal length; the events are the transfer's own.
+
+    `load` is its name in the plan, `""` for a resident.
+    """
 
     host: torch.Tensor
     device: torch.Tensor
+    load: str = ""
     ready: Any = None
     free: Any = None
     nbytes: int = field(init=False)
@@ -44,10 +49,20 @@ class Slot:
         self.nbytes = self.host.numel()
 
 
+def copy_without_blocking(slot: Slot) -> None:
+    slot.device.copy_(slot.host, non_blocking=True)
+
+
+def copy_now(slot: Slot) -> None:
+    slot.device.copy_(slot.host)
+
+
 class Transfer(Protocol):
     counters: Counters
+    copy: Callable[[Slot], None]
+    """The copy itself, called where copies run: on the copy stream, or on the thread. To be wrapped by who times copies."""
 
-    def slot(self, host: torch.Tensor, device: torch.Tensor) -> Slot: ...
+    def slot(self, host: torch.Tensor, device: torch.Tensor, load: str = "") -> Slot: ...
     def begin(self) -> None: ...
     def prefetch(self, slot: Slot, after: Slot | None = None) -> None: ...
     def wait(self, slot: Slot) -> None: ...
@@ -61,14 +76,15 @@ class StreamTransfer:
 
     def __init__(self, device: torch.device, *, overlap: bool, poison: bool) -> None:
         self.counters = Counters()
+        self.copy = copy_without_blocking
         self.device = device
         self._poison = poison
         self._overlap = overlap
         self._copy_stream = torch.Stream(device=device) if overlap else torch.accelerator.current_stream(device)
         self._compute_stream = torch.accelerator.current_stream(device)
 
-    def slot(self, host: torch.Tensor, device: torch.Tensor) -> Slot:
-        return Slot(host, device, ready=torch.Event(self.device), free=torch.Event(self.device))
+    def slot(self, host: torch.Tensor, device: torch.Tensor, load: str = "") -> Slot:
+        return Slot(host, device, load, ready=torch.Event(self.device), free=torch.Event(self.device))
 
     def begin(self) -> None:
         """A forward begins on the stream that is current now."""
@@ -81,7 +97,7 @@ class StreamTransfer:
         if after is not None:
             stream.wait_event(after.free)
         with stream:
-            slot.device.copy_(slot.host, non_blocking=True)
+            self.copy(slot)
         slot.ready.record(stream)
         self.counters.prefetches += 1
         self.counters.nbytes_copied += slot.nbytes
@@ -113,14 +129,15 @@ class ThreadTransfer:
 
     def __init__(self, *, overlap: bool) -> None:
         self.counters = Counters()
+        self.copy = copy_now
         self.delay_s = 0.0
         self._overlap = overlap
         self._jobs: queue.SimpleQueue[Slot | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
-    def slot(self, host: torch.Tensor, device: torch.Tensor) -> Slot:
-        return Slot(host, device, ready=threading.Event())
+    def slot(self, host: torch.Tensor, device: torch.Tensor, load: str = "") -> Slot:
+        return Slot(host, device, load, ready=threading.Event())
 
     def begin(self) -> None:
         pass
@@ -176,7 +193,7 @@ class ThreadTransfer:
         try:
             if self.delay_s:
                 time.sleep(self.delay_s)
-            slot.device.copy_(slot.host)
+            self.copy(slot)
         except BaseException as error:
             self._failed = error
         finally:

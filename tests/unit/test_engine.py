@@ -21,6 +21,7 @@ def _copy_threads() -> int:
 
 @torch.no_grad()
 def test_all_goes_with_the_model() -> None:
+    gc.collect()
     threads = _copy_threads()
     model = toy(4)
     compiled = offload(model)
@@ -34,7 +35,7 @@ def test_all_goes_with_the_model() -> None:
     del engine, model, compiled
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
-    assert _copy_threads() == threads
+    assert _copy_threads() <= threads
 
 
 @torch.no_grad()
