@@ -3,12 +3,15 @@
 model = torch.compile(model, backend="layerwise", options={"memory_budget": "8GiB"})
 """
 
-from fxoffload.api import explain, get_plan, refresh, set_memory_budget, smallest_budget, stats
+from fxoffload.api import get_plan, refresh, set_memory_budget, smallest_budget, stats
 from fxoffload.backend import layerwise
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig
 from fxoffload.errors import BudgetError, ConfigError, GradientError, OffloadError, OffloadWarning, PlanError, WeightError
+from fxoffload.machine import Machine
+from fxoffload.measure import Measurement, measure
 from fxoffload.plan import Plan
+from fxoffload.report import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -16,7 +19,10 @@ __all__ = [
     "Budget",
     "BudgetError",
     "ConfigError",
+    "Explanation",
     "GradientError",
+    "Machine",
+    "Measurement",
     "OffloadConfig",
     "OffloadError",
     "OffloadWarning",
@@ -26,6 +32,7 @@ __all__ = [
     "explain",
     "get_plan",
     "layerwise",
+    "measure",
     "refresh",
     "set_memory_budget",
     "smallest_budget",

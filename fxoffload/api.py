@@ -18,7 +18,8 @@ from fxoffload.errors import OffloadError
 from fxoffload.plan import Plan
 
 
-def _module(model: Any) -> torch.nn.Module:
+def module_of(model: Any) -> torch.nn.Module:
+    """The module itself. Raises TypeError for what is none."""
     module = getattr(model, "_orig_mod", model)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"api: {type(model).__name__}: give a torch.nn.Module, or what torch.compile made of one")
@@ -27,7 +28,7 @@ def _module(model: Any) -> torch.nn.Module:
 
 def engine_of(model: Any) -> Engine:
     """The engine of a model. Raises OffloadError when no compiled call has packed its weights yet."""
-    module = _module(model)
+    module = module_of(model)
     engine = find_engine([*chain(module.parameters(), module.buffers())])
     if engine is None:
         raise OffloadError(
@@ -54,21 +55,11 @@ def get_plan(model: Any) -> Plan:
     bindings = bindings_of(model)
     if not bindings:
         raise OffloadError(
-            f"api: {type(_module(model)).__name__}: it has not run yet, and plans are made at the first call; call it once"
+            f"api: {type(module_of(model)).__name__}: it has not run yet, and plans are made at the first call; call it once"
         )
     found = bindings[-1].plan
     assert found is not None
     return found
-
-
-def explain(model: Any) -> str:
-    """Every stage of every graph of a model as tables: machine, facts, blocks, buckets, plan; and the generated top level."""
-    parts: list[str] = []
-    for binding in bindings_of(model):
-        parts.append(f"{binding.program}\n\n{binding.plan}")
-        if binding.top is not None:
-            parts.append(binding.top.source)
-    return "\n\n".join(parts)
 
 
 def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> None:

@@ -4,8 +4,9 @@
     encoder = torch.compile(encoder, backend="layerwise", options={"memory_budget": budget})
     transformer = torch.compile(transformer, backend="layerwise", options={"memory_budget": budget})
 
-The model that runs gets the whole budget. A model that is idle keeps its arena as long as that fits beside the one that runs, and
-gives it back when it does not; it is filled again when that model runs next. So the peak is that of the larger model, not the sum.
+The model that runs gets the whole budget. A model that is idle keeps its arena as long as that fits beside the one that runs,
+and gives it back when it does not; it is filled again when that model runs next. So the peak is that of the larger model, not the
+sum.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Member(Protocol):
 class Budget:
     """A budget to pass to several models as `memory_budget`.
 
-    Takes what that option takes: bytes, a size string, a fraction of the device, or `"auto"`. `"auto"` and fractions are settled once, when the first of the models is planned. One model runs at a time: calls from other
-    threads wait.
+    Takes what that option takes: bytes, a size string, a fraction of the device, or `"auto"`. The last two are settled once, when
+    the first of the models is planned. One model runs at a time: calls from other threads wait.
     """
 
     def __init__(self, memory_budget: int | float | str = "auto") -> None:

@@ -30,7 +30,10 @@ def machine_of(device: torch.device) -> Machine:
         return Machine.nominal("cpu")
     path = cache_path(device)
     if path.is_file():
-        return Machine.load(path)
+        try:
+            return Machine.load(path)
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("calibrate: %s cannot be read (%r); measuring the machine again", path, error)
     machine = measure(device)
     try:
         machine.save(path)

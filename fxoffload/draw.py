@@ -1,4 +1,4 @@
-"""The predicted timeline of a plan: as a value, as a picture, as a trace for Perfetto.
+"""The predicted timeline of a plan: as a value, as a picture, as a trace for Perfetto; and the step over the budget as a picture.
 
 The picture shows one forward in steady state. Above, the copy engine and the compute engine: a segment has the colour of the
 copy that it waits for, or is grey where all of its weights are persistent; a stall is hatched. A copy for the next forward stands
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxoffload import api
+from fxoffload.curve import Curve, Point
 from fxoffload.errors import OffloadError
 from fxoffload.plan import Plan
-from fxoffload.sizes import MIB, show_size
+from fxoffload.sizes import GIB, MIB, show_size
 from fxoffload.timeline import Timeline, chrome_trace, simulate
 
 if TYPE_CHECKING:
@@ -53,11 +54,7 @@ def save_picture(model: Any, path: str | Path) -> None:
 
 def picture(plan: Plan, timeline: Timeline) -> Figure:
     """Draw `timeline`, which has to be the plan's. Raises OffloadError where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OffloadError("draw: matplotlib is not installed; run: pip install 'fxoffload[demo]'") from error
-    figure = Figure(figsize=(_WIDTH_INCHES, 6.0), dpi=110, layout="constrained")
+    figure = _figure((_WIDTH_INCHES, 6.0))
     figure.suptitle(_title(plan, timeline), fontsize=11)
     engines, arena = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.5])
     colours = _colours(plan)
@@ -66,6 +63,38 @@ def picture(plan: Plan, timeline: Timeline) -> Figure:
     arena.set_xlim(0, timeline.step_ms)
     arena.set_xlabel("ms from the start of a forward in steady state (predicted)")
     return figure
+
+
+def curve_picture(curve: Curve, *, here: Point, title: str) -> Figure:
+    """The step over the budget, with both bounds, the knee of the naive one, and the point of one plan.
+
+    Raises OffloadError where matplotlib is missing.
+    """
+    figure = _figure((8.0, 4.8))
+    axes = figure.subplots()
+    budgets = [point.budget_nbytes / GIB for point in curve.points]
+    axes.plot(budgets, [point.step_ms for point in curve.points], "o-", label="step, as planned", zorder=3)
+    axes.plot(budgets, [point.bound_ms for point in curve.points], "--", label="windowed bound")
+    axes.plot(budgets, [point.naive_ms for point in curve.points], ":", label="naive bound")
+    axes.axhline(curve.compute_ms, color=_GREY, linewidth=1, label=f"compute alone, {curve.compute_ms:.3g} ms", zorder=0)
+    if budgets[0] <= curve.knee_nbytes / GIB <= budgets[-1]:
+        knee_gib = curve.knee_nbytes / GIB
+        axes.axvline(knee_gib, color=_GREY, linewidth=1, linestyle="-.", label=f"knee, {show_size(curve.knee_nbytes)}", zorder=0)
+    label = f"this plan, {show_size(here.budget_nbytes)}"
+    axes.plot([min(here.budget_nbytes / GIB, budgets[-1])], [here.step_ms], "s", color=_STALL_COLOUR, label=label, zorder=4)
+    axes.set(title=title, xlabel="budget, GiB", ylabel="ms a step (predicted)")
+    axes.set_ylim(0)
+    axes.legend(fontsize=8, frameon=False)
+    _frame(axes)
+    return figure
+
+
+def _figure(inches: tuple[float, float]) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OffloadError("draw: matplotlib is not installed; run: pip install 'fxoffload[demo]'") from error
+    return Figure(figsize=inches, dpi=110, layout="constrained")
 
 
 def _title(plan: Plan, timeline: Timeline) -> str:

@@ -32,11 +32,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
 def sample(tensor: torch.Tensor) -> torch.Tensor:
     """A view of up to 64 elements of a host tensor, spread over its memory, as integers of their width."""
     flat = elements(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-    step = max(flat.numel() // _SAMPLES, 1)
-    # A step that divides the row length would look at the same columns in every row.
+    step = max(-(-flat.numel() // _SAMPLES), 1)
+    # A step that has a divisor in common with the row length would look at the same columns again and again.
     while step > 1 and gcd(step, tensor.shape[-1]) > 1:
-        step -= 1
-    return flat[::step][:_SAMPLES].view(_BITS[flat.element_size()])
+        step += 1
+    return flat[::step].view(_BITS[flat.element_size()])
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,9 +80,7 @@ def _is_float(node: fx.Node) -> bool:
     return grapharg is not None and grapharg.pass_arg_as_tensor
 
 
-def register_alias(
-    backend_name: str, onload_device_of: Callable[[dict[str, Any]], torch.device], *, meta: bool = False
-) -> None:
+def register_alias(backend_name: str, onload_device_of: Callable[[dict[str, Any]], torch.device], *, meta: bool = False) -> None:
     """Alias module state while tracing for the backend of this name.
 
     `onload_device_of` maps the keyword arguments of the `torch.compile` call (`options`, `mode`) to the onload device.

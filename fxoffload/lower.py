@@ -126,7 +126,12 @@ class _Writer:
         self._device = device
         self._names: dict[fx.Node, str] = {}
         # A name that is assigned to anywhere is local everywhere, and must not be the name of something in the namespace.
-        self._locals = {"_", "forward", *inputs.values(), *(_result_name(n) for n in gm.graph.nodes if n.target is operator.getitem)}
+        self._locals = {
+            "_",
+            "forward",
+            *inputs.values(),
+            *(_result_name(n) for n in gm.graph.nodes if n.target is operator.getitem),
+        }
         self._last_reader = {used: node for node in gm.graph.nodes for used in node.all_input_nodes}
 
     def source(self) -> str:

@@ -36,7 +36,7 @@ from fxoffload.timeline import simulate, windowed_bound
 
 PREFETCH_LIMIT = 8
 _EFFORT = 240_000
-"""Loads to simulate in the local search, over all its trials."""
+"""Buckets to price in each of the local searches, over all the sets of residents that it tries."""
 _MOST_TRIALS = 3000
 _COUNTS = 24
 
@@ -92,16 +92,17 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
 def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None, overlap: bool = False) -> int:
     """The least budget (bytes) for which `make_plan` finds a plan.
 
-    With `overlap`, the least that holds the weights of any two segments that stream one behind the other, so that every copy can run
-    beside compute; below it some copy has to wait until the segment before is done.
+    With `overlap`, the least that holds the weights of any two segments that stream one behind the other (the last and the first too),
+    so that a copy can run beside compute; below it some copy has to wait until the segment before is done. Places are fixed, so
+    in a ring of an odd number of loads one copy may still wait. Without asynchronous copies nothing overlaps, and it is the same.
     """
     problem = _problem(costs, knobs)
     residents = _must_stay(problem, knobs)
-    needed = [nbytes for nbytes in problem.needed_nbytes(residents) if nbytes]
-    most = max(needed, default=0)
-    if overlap and len(needed) > 1:
-        streamed = problem.size(frozenset(range(len(problem.nbytes)))) - problem.size(residents)
-        most = max(most, min(max(map(sum, pairwise([*needed, needed[0]]))), streamed))
+    most = max(problem.needed_nbytes(residents), default=0)
+    if overlap and knobs.async_transfer:
+        reads = [{b for b, uses in enumerate(problem.uses) if i in uses and b not in residents} for i in range(problem.n)]
+        streaming = [buckets for buckets in reads if buckets]
+        most = max((problem.size(a | b) for a, b in pairwise([*streaming, *streaming[:1]])), default=most)
     return _activations(costs, activation_nbytes) + problem.size(residents) + most
 
 

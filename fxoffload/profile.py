@@ -1,7 +1,8 @@
-"""Timing segments on the device: one forward with an event before and behind every segment.
+"""Timing on the device: one mark before and behind every segment, and before and behind every copy, while somebody asks for it.
 
-A segment's first event stands behind its waits in the compute stream, so the time is that of its compute, not of its stalls.
-Equal segments share one program, and get the median of their times.
+A segment's first mark stands behind its waits in the compute stream, so the time is that of its compute, not of its stalls; a
+copy's stands behind the wait for the bytes that it overwrites. Marks are events of the device, or times of the host where the CPU is
+the device. Equal segments share one program, and get the median of their times.
 """
 
 from __future__ import annotations
@@ -9,23 +10,29 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from fxoffload.cost import Costs
 from fxoffload.names import identifier
+from fxoffload.transfer import Slot, Transfer
 
 Compiled = Callable[..., Any]
+Mark = Any
+"""A `torch.Event`, or seconds of the host."""
+Spans = dict[str, list[tuple[Mark, Mark]]]
+"""By name, the marks before and behind, one pair a forward."""
 
 
 class SegmentTimer:
-    """Wraps the segments' programs for one forward."""
+    """Wraps the segments' programs. `spans` by identifier of the segment."""
 
     def __init__(self, device: torch.device) -> None:
+        self.spans: Spans = {}
         self._device = device
-        self._marks: dict[str, tuple[Any, Any]] = {}
         self._programs: dict[str, Compiled] = {}
 
     def wrap(self, programs: Mapping[str, Compiled]) -> dict[str, Compiled]:
@@ -33,12 +40,11 @@ class SegmentTimer:
         return {name: self._timed(name, program) for name, program in programs.items()}
 
     def refine(self, costs: Costs) -> Costs:
-        """The costs with the compute times that were measured."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        """The costs with the compute times that were measured, in the last forward."""
+        synchronize(self._device)
         by_program: dict[Compiled, list[float]] = {}
-        for name, (start, end) in self._marks.items():
-            by_program.setdefault(self._programs[name], []).append(_ms(start, end))
+        for name, spans in self.spans.items():
+            by_program.setdefault(self._programs[name], []).append(ms_between(*spans[-1]))
         segments = tuple(
             dataclasses.replace(s, compute_ms=statistics.median(by_program[self._programs[identifier(s.name)]]))
             for s in costs.segments
@@ -47,20 +53,51 @@ class SegmentTimer:
 
     def _timed(self, name: str, program: Compiled) -> Compiled:
         def run(*args: Any) -> Any:
-            start = self._mark()
+            start = _mark(self._device)
             result = program(*args)
-            self._marks[name] = (start, self._mark())
+            self.spans.setdefault(name, []).append((start, _mark(self._device)))
             return result
 
         return run
 
-    def _mark(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
+
+class CopyTimer:
+    """Times the copies of a transfer's loads. `spans` by name of the load; those of residents are not kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.spans: Spans = {}
+        self._device = device
+
+    @contextmanager
+    def watching(self, transfer: Transfer) -> Generator[None, None, None]:
+        copy = transfer.copy
+
+        def timed(slot: Slot) -> None:
+            start = _mark(self._device)
+            copy(slot)
+            if slot.load:
+                self.spans.setdefault(slot.load, []).append((start, _mark(self._device)))
+
+        transfer.copy = timed
+        try:
+            yield
+        finally:
+            transfer.copy = copy
 
 
-def _ms(start: Any, end: Any) -> float:
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def ms_between(start: Mark, end: Mark) -> float:
+    """Milliseconds from one mark to another; what leads to them has to be done (`synchronize`)."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+def _mark(device: torch.device) -> Mark:
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event

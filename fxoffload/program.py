@@ -64,6 +64,6 @@ class Program:
 
 
 def input_names(placeholders: list[str]) -> list[str]:
-    """Parameter names for placeholders: `L_hidden_states_` -> `hidden_states`, where that leaves them distinct."""
-    short = [name.removeprefix("L_").strip("_") or name for name in placeholders]
+    """Parameter names for placeholders: `l_hidden_states_` -> `hidden_states`, where that leaves them distinct."""
+    short = [name.removeprefix("L_").removeprefix("l_").strip("_") or name for name in placeholders]
     return [s if short.count(s) == 1 and s.isidentifier() else p for s, p in zip(short, placeholders, strict=True)]

@@ -23,6 +23,7 @@ import torch
 import torch.fx as fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -51,6 +52,9 @@ def _nbytes(tensor: torch.Tensor) -> sympy.Expr:
 
 
 class _Counter(TorchDispatchMode):
+    # A higher-order operator (cond, flex_attention) goes through uncounted: its body is a graph of its own.
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.flops: sympy.Expr = sympy.Integer(0)
@@ -58,6 +62,8 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            return out
         packet = func._overloadpacket
         if packet in flop_registry:
             self.flops += _expr(flop_registry[packet](*args, **(kwargs or {}), out_val=out))

@@ -30,8 +30,9 @@ _HALVINGS = 8
 _ROTATIONS = 12
 _FEW = 14
 """So many buckets are few enough to rank every set of residents."""
-_NEAR = 1.03
-_CANDIDATES = 32
+_NEAR = 1.06
+_PROVED = 1.001
+_FOUND = 32
 _MOST_PLACED = 128
 _NEARBY = 4
 _GOLDEN = 0.6180339887498949
@@ -42,39 +43,41 @@ def choose(problem: Problem, weight_nbytes: int, always: frozenset[int], effort:
 
     `effort`: about how many sets of residents are priced.
     """
-    free = [b for b in range(len(problem.nbytes)) if b not in always]
-    if len(free) <= _FEW:
-        return _place(problem, weight_nbytes, _rank_all(problem, weight_nbytes, always, free, effort))
-    best = _place(problem, weight_nbytes, _rank(problem, weight_nbytes, always, effort))
-    if best is None or len(best.residents) == len(problem.nbytes):
+    ranked = _rank(problem, weight_nbytes, always, effort)
+    if len(problem.nbytes) - len(always) <= _FEW:
+        ranked += _rank_all(problem, weight_nbytes, always, effort, ranked[0][0])
+    ranked.sort()
+    best = _place(problem, weight_nbytes, ranked)
+    if best is None or best.score_ms <= ranked[0][0] * _PROVED:
         return best
     return _improve(problem, weight_nbytes, always, best, effort)
 
 
-def _rank_all(problem: Problem, weight_nbytes: int, always: frozenset[int], free: list[int], effort: int) -> Iterator[Ranked]:
-    """All sets of residents that may be about the best, priced as if staging were a pool."""
-    room_nbytes, copy_ms = [weight_nbytes - problem.size(always)], [fsum(problem.copy_ms[b] for b in free)]
+def _rank_all(problem: Problem, weight_nbytes: int, always: frozenset[int], effort: int, best_ms: float) -> list[Ranked]:
+    """All sets of residents that are about as good as `best_ms`, those first that copy little and can overlap."""
+    free = [b for b in range(len(problem.nbytes)) if b not in always]
+    # By the bits of what streams: staging bytes, copy time, the largest bucket.
+    sets = [(weight_nbytes - problem.size(range(len(problem.nbytes))), 0.0, 0)]
     for b in free:
-        room_nbytes += [nbytes - problem.nbytes[b] for nbytes in room_nbytes]
-        copy_ms += [ms - problem.copy_ms[b] for ms in copy_ms]
-    fits = sorted(
-        (least_score_ms(problem, max(copy_ms[bits], 0.0)), bits) for bits, nbytes in enumerate(room_nbytes) if nbytes >= 0
+        nbytes, ms = problem.nbytes[b], problem.copy_ms[b]
+        sets += [(staging + nbytes, copy_ms + ms, max(largest, nbytes)) for staging, copy_ms, largest in sets]
+    promising = sorted(
+        (least_score_ms(problem, copy_ms) + max(2 * largest - staging, 0) / problem.link_bytes_per_ms, bits)
+        for bits, (staging, copy_ms, largest) in enumerate(sets)
+        if staging >= largest and least_score_ms(problem, copy_ms) <= best_ms * _NEAR
     )
-    best_ms = inf
     ranked: list[Ranked] = []
-    for least_ms, bits in fits[:effort]:
-        if least_ms > best_ms * _NEAR:
-            break
-        residents = always | {b for k, b in enumerate(free) if bits >> k & 1}
-        score_ms = pooled_score_ms(problem, residents, room_nbytes[bits], best_ms * _NEAR)
+    everything = frozenset(range(len(problem.nbytes)))
+    for _, bits in promising[:effort]:
+        residents = everything - {b for k, b in enumerate(free) if bits >> k & 1}
+        score_ms = pooled_score_ms(problem, residents, sets[bits][0], best_ms * _NEAR)
         if score_ms < inf:
             best_ms = min(best_ms, score_ms)
-            ranked.append((score_ms, bits, residents))
-    yield from sorted(ranked)
-    yield 0.0, 0, always
+            ranked.append((score_ms, len(free) + bits, residents))
+    return ranked
 
 
-def _rank(problem: Problem, weight_nbytes: int, always: frozenset[int], effort: int) -> Iterator[Ranked]:
+def _rank(problem: Problem, weight_nbytes: int, always: frozenset[int], effort: int) -> list[Ranked]:
     """Candidates, and what a local search finds from the best of them, priced as if staging were a pool."""
     priced: dict[frozenset[int], float] = {}
 
@@ -86,16 +89,17 @@ def _rank(problem: Problem, weight_nbytes: int, always: frozenset[int], effort: 
         return score_ms
 
     candidates = list(_candidates(problem, weight_nbytes, always))
-    best_ms, _, best = min((price(residents), k, residents) for k, residents in enumerate(candidates))
     draw = random.Random(0).random
-    for _ in range(effort):
-        residents = _neighbour(problem, best, always, draw)
-        score_ms = price(residents, best_ms)
-        if score_ms < best_ms:
-            best_ms, best = score_ms, residents
+    starts = sorted((price(residents), k, residents) for k, residents in enumerate(candidates))[:_STARTS]
+    for best_ms, _, best in starts:
+        for _ in range(effort // len(starts)):
+            residents = _neighbour(problem, best, always, draw)
+            score_ms = price(residents, best_ms)
+            if score_ms < best_ms:
+                best_ms, best = score_ms, residents
     ranked = sorted((score_ms, k, residents) for k, (residents, score_ms) in enumerate(priced.items()))
-    yield from ranked[:_CANDIDATES]
-    yield from ((priced[residents], 0, residents) for residents in candidates)
+    # No candidate is left out: a pool may be too kind to what the search found.
+    return [entry for k, entry in enumerate(ranked) if k < _FOUND or entry[1] < len(candidates)]
 
 
 def _place(problem: Problem, weight_nbytes: int, ranked: Iterable[Ranked]) -> Layout | None:

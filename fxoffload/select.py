@@ -37,5 +37,6 @@ def selected_weights(config: OffloadConfig, root: torch.nn.Module | None) -> fro
         chosen = [module for name, module in modules.items() if config.module_filter(name, module)]
     found = frozenset(id(tensor) for module in chosen for tensor in chain(module.parameters(), module.buffers()))
     if not found:
-        raise ConfigError("select: module_filter: no module with weights is chosen; choose at least one, or leave it out")
+        option = "module_filter" if config.module_names is None else "module_names"
+        raise ConfigError(f"select: {option}: no module with weights is chosen; choose at least one, or leave it out")
     return found

@@ -87,8 +87,12 @@ class StreamTransfer:
         return Slot(host, device, load, ready=torch.Event(self.device), free=torch.Event(self.device))
 
     def begin(self) -> None:
-        """A forward begins on the stream that is current now."""
-        self._compute_stream = torch.accelerator.current_stream(self.device)
+        """A forward begins on the stream that is current now, behind all compute of the forward before."""
+        stream = torch.accelerator.current_stream(self.device)
+        if stream != self._compute_stream:
+            # Evictions are waited for by the latest only, which is enough while compute runs in one order.
+            stream.wait_event(self._compute_stream.record_event())
+        self._compute_stream = stream
         if not self._overlap:
             self._copy_stream = self._compute_stream
 

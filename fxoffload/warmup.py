@@ -4,9 +4,10 @@ The estimate of the activations comes from liveness; what a forward really takes
 fusion saves, and the allocator's fragmentation. So the first `FORWARDS` forwards run with the least staging that works: one warms
 kernels up, the others show what the allocator comes to hold,
 
-    activations = reserved - arena - what others held before - what they gave back + the graph's inputs
+    activations = reserved - arena - what others had allocated before, the graph's inputs left out
 
-and the plan is made with that. The next `WATCHED` forwards are watched: should they take more, the plan is made again.
+and the plan is made with that: memory that is reserved around the tensors of others, and of no use to them, counts here. The next
+`WATCHED` forwards are watched: should they take more, the plan is made again.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ class Warmup:
         """Before the first forward of the graph, with its inputs on the device."""
         if self._measures:
             given = sum(t.untyped_storage().nbytes() for t in inputs if isinstance(t, torch.Tensor))
-            self._foreign_nbytes = self._settled_nbytes() - self._arena.nbytes - given
+            self._settle()
+            self._foreign_nbytes = torch.accelerator.memory_allocated(self._device) - self._arena.nbytes - given
 
     def after_forward(self) -> bool:
         """True when the last of the first forwards is over: `activations` and `timer` have their results."""
         self._forwards -= 1
         if self._forwards == FORWARDS - 1 and self._measures:
-            self._settled_nbytes()
+            self._settle()
         if self._forwards == 1 and self._profile:
             self.timer = SegmentTimer(self._device)
         return self.done
@@ -83,8 +85,7 @@ class Warmup:
     def _held_nbytes(self) -> int:
         return torch.accelerator.memory_reserved(self._device) - self._arena.nbytes - self._foreign_nbytes
 
-    def _settled_nbytes(self) -> int:
-        """Device bytes that this process holds, without what its allocator can give back."""
+    def _settle(self) -> None:
+        """Let the allocator give back what it can."""
         torch.accelerator.synchronize(self._device)
         torch.accelerator.empty_cache()
-        return torch.accelerator.memory_reserved(self._device)

@@ -41,7 +41,8 @@ def run(top: fx.GraphModule, plan: Plan, *, pipeline: Sequence[Pass] = PIPELINE,
 
 def _check(gm: fx.GraphModule, plan: Plan) -> None:
     """Every load is prefetched, waited for and evicted exactly once, each on the right side of its readers."""
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    nodes = list(gm.graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
     calls = [order[call] for call in segment_calls(gm, plan)]
     places: dict[tuple[str, str], list[int]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=ops.prefetch):
@@ -59,5 +60,10 @@ def _check(gm: fx.GraphModule, plan: Plan) -> None:
         (prefetch,), (wait,), (evict,) = found
         if not (wait < calls[load.wait_before] and calls[load.evict_after] < evict and (load.wraps or prefetch < wait)):
             raise PlanError(f"passes: {load.name}: prefetch, wait and evict stand in the wrong order around its segments")
+        if nodes[prefetch].args != (load.name, load.after):
+            raise PlanError(f"passes: {load.name}: its prefetch is {nodes[prefetch].args}, planned {(load.name, load.after)}")
+        at = load.prefetch_before
+        if not (at == 0 or calls[at - 1] < prefetch) or not prefetch < calls[at]:
+            raise PlanError(f"passes: {load.name}: its prefetch does not stand right before segment {plan.segments[at]}")
     if places:
         raise PlanError(f"passes: {sorted(places)[0]}: the plan has no such load")

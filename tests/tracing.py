@@ -125,4 +125,12 @@ def facts_of(
 ) -> Facts:
     """A graph by hand."""
     given = tuple((name, storage, sympy.sympify(nbytes)) for name, storage, nbytes in inputs)
-    return Facts(tuple(weights), given, tuple(nodes), tuple(outputs), (), tuple(hints))
+    return Facts(
+        weights=tuple(weights),
+        inputs=given,
+        nodes=tuple(nodes),
+        outputs=tuple(outputs),
+        output_weights=(),
+        symbols=(),
+        hints=tuple(hints),
+    )

@@ -58,7 +58,7 @@ def test_a_shared_budget_serialises_threads() -> None:
             failures.append(error)
 
     with torch.no_grad():
-        for model, compiled in pairs:
+        for _, compiled in pairs:
             compiled(rows(0))
     threads = [threading.Thread(target=run, args=pair) for pair in pairs]
     for thread in threads:

@@ -135,10 +135,10 @@ class TestGolden(expecttest.TestCase):
         self.assertExpectedInline(
             source,
             """\
-def forward(l_x):
+def forward(x):
     prefetch_blocks_0()
     wait_inp()
-    inp_out0, = inp(l_x, inp_weight, inp_bias)
+    inp_out0, = inp(x, inp_weight, inp_bias)
     evict_inp()
     prefetch_blocks_1()
     wait_blocks_0()

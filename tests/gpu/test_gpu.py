@@ -1,4 +1,4 @@
-"""On a GPU: copies and compute that are late, slots that stay where they are, and memory that stays within the budget.
+"""On a GPU: copies and compute that are late, whatever the host does meanwhile, change no result.
 
 Models are tiny, so that a missing wait shows only because a stream was held up: `torch.cuda._sleep` on the copy stream makes
 copies late, on the current stream compute. Results are compared bit for bit with the same program fully resident.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,90 +16,26 @@ import torch
 from torch import nn
 
 import fxoffload
-from fxoffload import api
 from fxoffload.transfer import Slot, StreamTransfer
-from tests import checks
-from tests.checks import assert_state, assert_streams, budgets, snapshot
+from tests.checks import assert_streams
+from tests.gpu.helpers import (
+    DEVICE,
+    LATE,
+    ON_GPU,
+    SETTLED,
+    D,
+    given,
+    late_compute,
+    late_copies,
+    offload,
+    results,
+    settle,
+    toy,
+    use_budget,
+)
 from tests.models import Toy, seeded
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
-    pytest.mark.filterwarnings("ignore:Not enough SMs"),
-]
-DEVICE = torch.device("cuda", 0)
-LATE = 20_000_000
-"""Clock cycles, about ten milliseconds."""
-D = 64
-SETTLED = 12
-"""Calls after which the warm-up is over and no forward is watched any more."""
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Evicted bytes read as NaN, and one test leaves no device memory to the next."""
-    from fxoffload.calibrate import machine_of
-
-    machine_of(DEVICE)
-    monkeypatch.setenv("FXOFFLOAD_POISON", "1")
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
-def offload(model: nn.Module, **options: Any) -> Any:
-    return checks.offload(model, **{"onload_device": "cuda", **options})
-
-
-def given(k: int, *, d: int = D, dtype: torch.dtype = torch.bfloat16, n: int = 8) -> torch.Tensor:
-    """The `k`-th input, on the device."""
-    return torch.randn(n, d, generator=torch.Generator().manual_seed(k)).to(DEVICE, dtype)
-
-
-def toy(n: int = 6, d: int = D) -> Toy:
-    model = seeded(lambda: Toy(n, d).bfloat16())
-    assert isinstance(model, Toy)
-    return model
-
-
-def settle(compiled: Callable[..., Any], *args: Any) -> None:
-    for _ in range(SETTLED):
-        compiled(*args)
-    torch.cuda.synchronize()
-
-
-def results(compiled: Callable[..., Any], calls: int) -> list[torch.Tensor]:
-    """Results of the program when everything is resident."""
-    settle(compiled, given(0))
-    return [compiled(given(k)).clone() for k in range(calls)]
-
-
-def transfer_of(model: Any) -> StreamTransfer:
-    found = api.engine_of(model).transfer
-    assert isinstance(found, StreamTransfer)
-    return found
-
-
-def late_copies(model: Any) -> None:
-    with transfer_of(model)._copy_stream:
-        torch.cuda._sleep(LATE)
-
-
-def late_compute(model: Any) -> None:
-    torch.cuda._sleep(LATE)
-
-
-def slots(model: Any) -> dict[str, Slot]:
-    staged = api.bindings_of(model)[-1].staged
-    assert staged is not None
-    return staged._slots
-
-
-def use_budget(model: Any, label: str) -> None:
-    fxoffload.set_memory_budget(model, budgets(model)[label])
+pytestmark = ON_GPU
 
 
 @pytest.mark.parametrize("late", [late_copies, late_compute], ids=["late copies", "late compute"])
@@ -250,106 +186,6 @@ def test_calls_from_a_side_stream_and_from_the_default_one(ordered: bool) -> Non
     assert_streams(model)
 
 
-@torch.no_grad()
-def test_slots_stay_where_they_are_and_nothing_is_allocated() -> None:
-    model = toy(9)
-    compiled = offload(model)
-    settle(compiled, given(0))
-    use_budget(model, "half")
-    x = given(1)
-    settle(compiled, x)
-    assert_streams(model)
-
-    def state() -> tuple[Any, ...]:
-        counts = torch.cuda.memory_stats(DEVICE)
-        addresses = {name: (s.device.data_ptr(), s.host.data_ptr()) for name, s in slots(model).items()}
-        return addresses, counts["num_device_alloc"], counts["num_device_free"], counts["num_alloc_retries"]
-
-    before = state()
-    allocated = torch.cuda.memory_allocated(DEVICE)
-    for _ in range(100):
-        compiled(x)
-    torch.cuda.synchronize()
-    assert state() == before
-    assert torch.cuda.memory_allocated(DEVICE) == allocated
-
-
-@pytest.mark.parametrize("mebibytes", [160, 224, 288, 512])
-@torch.no_grad()
-def test_the_peak_stays_under_the_budget(mebibytes: int) -> None:
-    budget = mebibytes << 20
-    d = 1024
-    model = seeded(lambda: Toy(36, d).bfloat16())
-    nbytes = sum(p.nbytes for p in model.parameters())
-    assert 280 << 20 < nbytes < 320 << 20
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(DEVICE)
-    torch.cuda.reset_peak_memory_stats(DEVICE)
-    compiled = offload(model, memory_budget=budget)
-    inputs = [given(k, d=d, n=512) for k in range(2)]
-    for _ in range(SETTLED):
-        for x in inputs:
-            compiled(x)
-    torch.cuda.synchronize()
-    plan, peak = fxoffload.get_plan(model), torch.cuda.max_memory_reserved(DEVICE) - before
-    assert plan.peak_nbytes <= budget
-    assert peak <= budget, f"{peak >> 20} MiB of {mebibytes}"
-    if budget < nbytes:
-        assert_streams(model)
-        assert peak > budget // 2, "the budget is used"
-    else:
-        assert plan.streamed_nbytes == 0
-
-
-class Rows(nn.Module):
-    """100 weights of 1.1 x a power of two bytes."""
-
-    def __init__(self, n: int = 100, d: int = 512, rows: int = 1126) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(d, rows, bias=False, dtype=torch.bfloat16) for _ in range(n))
-        self.d = d
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)[..., : self.d] * 0.1
-        return x
-
-
-@torch.no_grad()
-def test_pinned_bytes_are_hardly_more_than_the_weights() -> None:
-    """Case 61."""
-    model = seeded(Rows)
-    nbytes = sum(p.nbytes for p in model.parameters())
-    assert 1.05 * 2**20 * 100 < nbytes < 1.15 * 2**20 * 100
-    offload(model)(given(0, d=512))
-    stats = fxoffload.stats(model)
-    assert nbytes <= stats.nbytes_pinned <= 1.05 * nbytes
-    assert stats.nbytes_pinned == stats.nbytes_host
-    assert all(p.is_pinned() for p in model.parameters())
-
-
-@torch.no_grad()
-def test_weights_that_start_on_the_device_are_taken_over() -> None:
-    model = toy(6, 512)
-    before = snapshot(model)
-    model.to(DEVICE)
-    wanted = model(given(1, d=512)).clone()
-    nbytes = sum(p.nbytes for p in model.parameters())
-    compiled = offload(model)
-    settle(compiled, given(0, d=512))
-    assert_state(model, before)
-    expected = compiled(given(1, d=512)).clone()
-    torch.testing.assert_close(expected, wanted, rtol=2e-2, atol=2e-2)
-    allocated = torch.cuda.memory_allocated(DEVICE)
-    use_budget(model, "quarter")
-    for _ in range(3):
-        late_copies(model)
-        assert torch.equal(compiled(given(1, d=512)), expected)
-    assert_streams(model)
-    assert torch.cuda.memory_allocated(DEVICE) < allocated - nbytes // 4
-
-
 class Counting(nn.Module):
     """Every block counts its calls and remembers its last input."""
 
@@ -436,6 +272,7 @@ def test_the_call_after_an_exception_is_right() -> None:
             late_copies(model)
             assert torch.equal(compiled(given(again)), wanted), (k, again)
         assert_streams(model)
+    gc.collect()
     assert torch.cuda.memory_allocated(DEVICE) == allocated
 
 

@@ -23,18 +23,33 @@ LAYERS = [
     ["buckets", "split"],
     ["cost"],
     ["plan", "price"],
-    ["show", "verify", "timeline"],
+    ["show", "html", "verify", "timeline"],
     ["stream", "offsets", "residency", "planner"],
+    ["curve", "words"],
     ["passes"],
     ["store", "arena", "transfer", "profile", "warmup"],
     ["rows", "program", "resize", "lower"],
     ["staged", "pack", "engine", "binding", "dispatch"],
     ["backend"],
-    ["handle", "eager", "pipelines", "api"],
-    ["draw", "demo", "cli"],
+    ["analysis", "handle", "eager", "pipelines", "api", "draw", "measure", "report"],
+    ["demo", "cli"],
     ["__init__", "__main__"],
 ]
-WITHOUT_TORCH = ["facts", "blocks", "buckets", "price", "machine", "cost", "plan", "planner", "verify", "timeline", "show"]
+WITHOUT_TORCH = [
+    "facts",
+    "blocks",
+    "buckets",
+    "price",
+    "machine",
+    "cost",
+    "plan",
+    "planner",
+    "verify",
+    "timeline",
+    "show",
+    "curve",
+    "words",
+]
 
 ROOT = Path(__file__).parents[2]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

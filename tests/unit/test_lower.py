@@ -101,16 +101,16 @@ class TestGolden(expecttest.TestCase):
         self.assertExpectedInline(
             lower(read(seeded(Two), X), 1, 1, loads=loads).source,
             """\
-def forward(l_x):
+def forward(x):
     prefetch_s1()
     wait_s0()
-    s0_out0, = s0(l_x, a_weight, a_bias)
+    s0_out0, = s0(x, a_weight, a_bias)
     evict_s0()
     prefetch_s0()
     wait_s1()
     s1_out0, = s1(s0_out0, b_weight, b_bias)
     evict_s1()
-    s2_out0, = s2(s0_out0, s1_out0, l_x)
+    s2_out0, = s2(s0_out0, s1_out0, x)
     del s0_out0, s1_out0
     return (s2_out0, )
 """,
@@ -125,9 +125,9 @@ def forward(l_x):
         self.assertExpectedInline(
             lower(read(function, torch.ones(4, 16), torch.ones(16)), 3, 2).source,
             """\
-def forward(l_x, l_y):
-    s0_out0, s0_out1, = s0(l_x)
-    s1_out0, = s1(s0_out0, s0_out1, l_y)
+def forward(x, y):
+    s0_out0, s0_out1, = s0(x)
+    s1_out0, = s1(s0_out0, s0_out1, y)
     del s0_out1
     s2_out0, = s2(s0_out0)
     del s0_out0
@@ -142,10 +142,10 @@ def forward(l_x, l_y):
         self.assertExpectedInline(
             lower(read(model, X), 1, 1, names=names).source,
             """\
-def forward(l_x):
-    s0_out0, = s0(l_x, w, w_)
-    s1_out0, = s1(s0_out0, s0_out0_2, l_x_2)
-    s2_out0, = s2(s0_out0, s1_out0, l_x)
+def forward(x):
+    s0_out0, = s0(x, w, w_)
+    s1_out0, = s1(s0_out0, s0_out0_2, l_x)
+    s2_out0, = s2(s0_out0, s1_out0, x)
     del s0_out0, s1_out0
     return (s2_out0, )
 """,
@@ -263,7 +263,7 @@ def test_the_source_shows_in_tracebacks() -> None:
     top = lower(read(function, torch.eye(4)), 2)
     with pytest.raises(RuntimeError) as error:
         top.forward(-torch.eye(4))
-    assert "s0_out0, = s0(l_x)" in "".join(traceback.format_exception(error.value))
+    assert "s0_out0, = s0(x)" in "".join(traceback.format_exception(error.value))
 
 
 def test_the_function_is_not_held_by_its_own_globals() -> None:

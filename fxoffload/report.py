@@ -1,0 +1,260 @@
+"""`explain`: what a plan does and why, as a value that prints, for a model that ran or one that never will."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxoffload import api, draw
+from fxoffload.analysis import costs_of, graph_code, top_level, trace
+from fxoffload.backend import available_device
+from fxoffload.binding import Binding
+from fxoffload.blocks import Blocks
+from fxoffload.buckets import Buckets
+from fxoffload.calibrate import machine_of
+from fxoffload.config import OffloadConfig, resolve_budget
+from fxoffload.cost import Costs
+from fxoffload.curve import POINTS, Curve, Landmarks, Study, find_curve, find_landmarks
+from fxoffload.engine import device_memory, find_engine
+from fxoffload.errors import ConfigError
+from fxoffload.facts import Facts
+from fxoffload.html import explanation_html
+from fxoffload.machine import Machine
+from fxoffload.plan import Plan
+from fxoffload.planner import make_plan
+from fxoffload.price import SegmentPrice, knee
+from fxoffload.program import Program
+from fxoffload.show import plan_table
+from fxoffload.sizes import show_size
+from fxoffload.timeline import Timeline, chrome_trace, simulate
+from fxoffload.verify import check_plan
+from fxoffload.words import landmarks_table, sentences
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PLANNING = frozenset(
+    {
+        "memory_budget", "async_transfer", "transfer_buckets", "persistent_buckets", "persistent_bins", "prefetch_limit",
+        "max_inflight_prefetch_bytes",
+    }
+)  # fmt: skip
+"""Settings under which a graph that was traced can be planned again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One graph of a model, with the plan for it. Prints as tables and sentences. Times are predicted, in milliseconds."""
+
+    name: str
+    """The class of the model."""
+    program: Program
+    """The stages before the plan."""
+    costs: Costs
+    """What the plan was made from: per segment and bucket, times and bytes."""
+    plan: Plan
+    others: tuple[Explanation, ...] = ()
+    """Other graphs of the same model, which ran before this one."""
+
+    @property
+    def machine(self) -> Machine:
+        return self.program.machine
+
+    @property
+    def facts(self) -> Facts:
+        """Weights, inputs and nodes of the traced graph."""
+        return self.program.facts
+
+    @property
+    def blocks(self) -> Blocks:
+        """Blocks and the segments that they are cut into."""
+        return self.program.blocks
+
+    @property
+    def buckets(self) -> Buckets:
+        """The weights that move together."""
+        return self.program.buckets
+
+    @property
+    def prices(self) -> tuple[SegmentPrice, ...]:
+        """Segments' flops, times and activations as expressions of the dynamic dimensions."""
+        return self.program.prices
+
+    @property
+    def timeline(self) -> Timeline:
+        """One forward in steady state."""
+        return simulate(self.plan, self.costs)
+
+    @property
+    def source(self) -> str:
+        """The generated top level, as it runs."""
+        return top_level(self.program, self.plan)
+
+    @property
+    def graph_code(self) -> str:
+        """The top level as FX code after the passes."""
+        return graph_code(self.program, self.plan)
+
+    @property
+    def landmarks(self) -> Landmarks:
+        """The budgets that stand out. Made at the first use: some plans, a second each for models of hundreds of segments."""
+        return find_landmarks(self._study, self.plan)
+
+    def curve(self, points: int = POINTS) -> Curve:
+        """Steps and bounds over about so many budgets."""
+        return find_curve(self._study, points)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What bounds the step, what 1 GiB more would buy, the smallest budgets, and from where on streaming is free."""
+        return (*sentences(self._study, self.plan, self.landmarks), *self._knees())
+
+    @property
+    def head(self) -> str:
+        """The model and the machine, in two lines."""
+        blocks = len({segment.block for segment in self.blocks.segments if segment.block})
+        flops = self.facts.value(sum(price.flops for price in self.prices))
+        return (
+            f"{self.name}  {show_size(sum(b.nbytes for b in self.costs.buckets))} of weights  {flops / 1e12:.3g} TFLOP a forward  "
+            f"{blocks} blocks in {len(self.costs.segments)} segments, {len(self.costs.buckets)} buckets\n{self.machine}"
+        )
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the predicted timeline as Chrome trace events: open the file at ui.perfetto.dev."""
+        Path(path).write_text(json.dumps(chrome_trace(self.timeline)) + "\n")
+
+    def picture(self) -> Figure:
+        """The predicted timeline, drawn. Raises OffloadError where matplotlib is missing."""
+        return draw.picture(self.plan, self.timeline)
+
+    def save_picture(self, path: str | Path) -> None:
+        """Write `picture`; the suffix of `path` names the format."""
+        self.picture().savefig(path)
+
+    def save_curve(self, path: str | Path) -> None:
+        """Write the step over the budget as a picture, with both bounds and the knee. Plans at 16 budgets; needs matplotlib."""
+        draw.curve_picture(self.curve(), here=self.landmarks.here, title=self.name).savefig(path)
+
+    def __str__(self) -> str:
+        table = landmarks_table(self.landmarks, self.plan.compute_ms)
+        parts = [self.head, plan_table(self.plan, self.costs), "\n".join(self.words), table]
+        parts += [f"also, a graph that ran before:\n{plan_table(other.plan)}" for other in self.others]
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        return explanation_html(
+            self.head,
+            self.words,
+            {
+                "Plan": plan_table(self.plan, self.costs),
+                "Budgets": landmarks_table(self.landmarks, self.plan.compute_ms),
+            },
+            self.picture,
+        )
+
+    @property
+    def _study(self) -> Study:
+        return Study(self.costs, self.program.knobs, self.plan.activation_nbytes)
+
+    def _knees(self) -> list[str]:
+        facts, copies_ms = self.facts, sum(bucket.copy_ms for bucket in self.costs.buckets)
+        hints = dict(facts.hints)
+        found: list[str] = []
+        for symbol, _ in facts.symbols:
+            size = knee(self.prices, symbol, copies_ms, hints)
+            if size is not None:
+                traced = f"(traced at {hints[symbol]})"
+                found.append(f"Streaming every weight is free at any budget that works from {symbol} = {size} on {traced}.")
+        return found
+
+
+def explain(model: Any, *inputs: Any, machine: Machine | None = None, dynamic: bool | None = None, **options: Any) -> Explanation:
+    """Explain the plan of a model: a module, its compiled wrapper, or a handle.
+
+    Without `inputs`: its plan as it runs, or, with `options` of planning such as `memory_budget`, the one it would have with them.
+
+    With `inputs`, the arguments of one call (a dict at the end: keyword arguments): traces that call and plans it, without compiling or
+    running anything, and without changing the model. Weights and inputs may be on the meta device. `options` are the fields of
+    `OffloadConfig`, by default those that the model was compiled with; `machine` takes the place of the one that is here, which then
+    need not have an accelerator; `dynamic` as in `torch.compile`.
+
+    Raises OffloadError for a model that has not run where there are no inputs, and for what cannot be offloaded; BudgetError for
+    a budget that is too small, with the smallest that works.
+    """
+    if not inputs:
+        return _explain_run(model, machine, options)
+    module = api.module_of(model)
+    args, kwargs = (inputs[:-1], inputs[-1]) if isinstance(inputs[-1], dict) else (inputs, {})
+    config = _config(module, options)
+    device = config.onload_device
+    program = trace(module, args, kwargs, config, machine=machine or machine_of(_present(device)), dynamic=dynamic)
+    costs = costs_of(program)
+    plan = make_plan(costs, _budget_nbytes(config), program.knobs)
+    check_plan(plan, costs)
+    return Explanation(type(module).__name__, program, costs, plan)
+
+
+def _explain_run(model: Any, machine: Machine | None, options: Mapping[str, Any]) -> Explanation:
+    name = type(api.module_of(model)).__name__
+    for word in sorted({*options, *(["machine"] if machine is not None else [])} - _PLANNING):
+        raise ConfigError(f"report: {word}: it takes another trace of the model; give the inputs of one call, too")
+    api.get_plan(model)  # Raises where nothing ran.
+    found = [_explain_binding(name, binding, options) for binding in api.bindings_of(model)]
+    return dataclasses.replace(found[-1], others=tuple(found[:-1]))
+
+
+def _explain_binding(name: str, binding: Binding, options: Mapping[str, Any]) -> Explanation:
+    program, plan = binding.program, binding.plan
+    assert plan is not None
+    if options:
+        config = OffloadConfig.from_options(_fields(program.config) | options)
+        program = dataclasses.replace(program, config=config)
+        budget_nbytes = _budget_nbytes(config) if "memory_budget" in options else plan.budget_nbytes
+        plan = make_plan(binding.costs, budget_nbytes, program.knobs, activation_nbytes=binding.activation_nbytes)
+        check_plan(plan, binding.costs)
+    return Explanation(name, program, binding.costs, plan)
+
+
+def _config(module: torch.nn.Module, options: Mapping[str, Any]) -> OffloadConfig:
+    """The options, over the settings that the model was compiled with where it was."""
+    if find_engine([*module.parameters(), *module.buffers()]) is None:
+        return OffloadConfig.from_options(options)
+    known = api.settings(module)
+    budget = api.engine_of(module).budget
+    if budget is not None:
+        known["memory_budget"] = budget.memory_budget
+    return OffloadConfig.from_options(known | options)
+
+
+def _fields(config: OffloadConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _present(device: torch.device) -> torch.device:
+    try:
+        return available_device(device)
+    except ConfigError as error:
+        what = str(error).split("; ")[0].removeprefix("backend: ")
+        raise ConfigError(
+            f"report: {what}; give a machine to plan for, such as machine=fxoffload.Machine.nominal(), or onload_device='cpu'"
+        ) from error
+
+
+def _budget_nbytes(config: OffloadConfig) -> int:
+    budget = config.memory_budget
+    if isinstance(budget, int):
+        return budget
+    try:
+        device = available_device(config.onload_device)
+    except ConfigError as error:
+        raise ConfigError(
+            f"report: memory_budget: {budget!r} depends on the memory of {str(config.onload_device)!r}, which is not available here; "
+            "give a size such as '8GiB'"
+        ) from error
+    return resolve_budget(config, *device_memory(device))

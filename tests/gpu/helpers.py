@@ -1,0 +1,84 @@
+"""What the tests on a GPU share: tiny bf16 models, their inputs on the device, and streams that are late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxoffload
+from fxoffload import api
+from fxoffload.transfer import Slot, StreamTransfer
+from tests import checks
+from tests.checks import budgets
+from tests.models import Toy, seeded
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:Not enough SMs"),
+]
+"""The marks of every test here."""
+DEVICE = torch.device("cuda", 0)
+LATE = 20_000_000
+"""Clock cycles, about ten milliseconds."""
+D = 64
+SETTLED = 12
+"""Calls after which the warm-up is over and no forward is watched any more."""
+
+
+def offload(model: nn.Module, **options: Any) -> Any:
+    return checks.offload(model, **{"onload_device": "cuda", **options})
+
+
+def given(k: int, *, d: int = D, dtype: torch.dtype = torch.bfloat16, n: int = 8) -> torch.Tensor:
+    """The `k`-th input, on the device."""
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(k)).to(DEVICE, dtype)
+
+
+def toy(n: int = 6, d: int = D) -> Toy:
+    model = seeded(lambda: Toy(n, d).bfloat16())
+    assert isinstance(model, Toy)
+    return model
+
+
+def settle(compiled: Callable[..., Any], *args: Any) -> None:
+    for _ in range(SETTLED):
+        compiled(*args)
+    torch.cuda.synchronize()
+
+
+def results(compiled: Callable[..., Any], calls: int) -> list[torch.Tensor]:
+    """Results of the program when everything is resident."""
+    settle(compiled, given(0))
+    return [compiled(given(k)).clone() for k in range(calls)]
+
+
+def use_budget(model: Any, label: str) -> None:
+    fxoffload.set_memory_budget(model, budgets(model)[label])
+
+
+def transfer_of(model: Any) -> StreamTransfer:
+    found = api.engine_of(model).transfer
+    assert isinstance(found, StreamTransfer)
+    return found
+
+
+def late_copies(model: Any) -> None:
+    with transfer_of(model)._copy_stream:
+        torch.cuda._sleep(LATE)
+
+
+def late_compute(model: Any) -> None:
+    torch.cuda._sleep(LATE)
+
+
+def slots(model: Any) -> dict[str, Slot]:
+    staged = api.bindings_of(model)[-1].staged
+    assert staged is not None
+    return staged._slots

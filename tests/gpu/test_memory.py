@@ -1,0 +1,116 @@
+"""On a GPU: where slots lie, what is allocated and pinned, and whether the peak stays within the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxoffload
+from tests.checks import assert_state, assert_streams, snapshot
+from tests.gpu.helpers import DEVICE, ON_GPU, SETTLED, given, late_copies, offload, settle, slots, toy, use_budget
+from tests.models import Toy, seeded
+
+pytestmark = ON_GPU
+
+
+@torch.no_grad()
+def test_slots_stay_where_they_are_and_nothing_is_allocated() -> None:
+    model = toy(9)
+    compiled = offload(model)
+    settle(compiled, given(0))
+    use_budget(model, "half")
+    x = given(1)
+    settle(compiled, x)
+    assert_streams(model)
+
+    def state() -> tuple[Any, ...]:
+        counts = torch.cuda.memory_stats(DEVICE)
+        addresses = {name: (s.device.data_ptr(), s.host.data_ptr()) for name, s in slots(model).items()}
+        return addresses, counts["num_device_alloc"], counts["num_device_free"], counts["num_alloc_retries"]
+
+    before = state()
+    allocated = torch.cuda.memory_allocated(DEVICE)
+    for _ in range(100):
+        compiled(x)
+    torch.cuda.synchronize()
+    assert state() == before
+    assert torch.cuda.memory_allocated(DEVICE) == allocated
+
+
+@pytest.mark.parametrize("mebibytes", [160, 224, 288, 512])
+@torch.no_grad()
+def test_the_peak_stays_under_the_budget(mebibytes: int) -> None:
+    budget = mebibytes << 20
+    d = 1024
+    model = seeded(lambda: Toy(36, d).bfloat16())
+    nbytes = sum(p.nbytes for p in model.parameters())
+    assert 280 << 20 < nbytes < 320 << 20
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    compiled = offload(model, memory_budget=budget)
+    inputs = [given(k, d=d, n=512) for k in range(2)]
+    for _ in range(SETTLED):
+        for x in inputs:
+            compiled(x)
+    torch.cuda.synchronize()
+    plan, peak = fxoffload.get_plan(model), torch.cuda.max_memory_reserved(DEVICE) - before
+    assert plan.peak_nbytes <= budget
+    assert peak <= budget, f"{peak >> 20} MiB of {mebibytes}"
+    if budget < nbytes:
+        assert_streams(model)
+        assert peak > budget // 2, "the budget is used"
+    else:
+        assert plan.streamed_nbytes == 0
+
+
+class Rows(nn.Module):
+    """100 weights of 1.1 x a power of two bytes."""
+
+    def __init__(self, n: int = 100, d: int = 512, rows: int = 1126) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(d, rows, bias=False, dtype=torch.bfloat16) for _ in range(n))
+        self.d = d
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)[..., : self.d] * 0.1
+        return x
+
+
+@torch.no_grad()
+def test_pinned_bytes_are_hardly_more_than_the_weights() -> None:
+    """Case 61."""
+    model = seeded(Rows)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    assert 1.05 * 2**20 * 100 < nbytes < 1.15 * 2**20 * 100
+    offload(model)(given(0, d=512))
+    stats = fxoffload.stats(model)
+    assert nbytes <= stats.nbytes_pinned <= 1.05 * nbytes
+    assert stats.nbytes_pinned == stats.nbytes_host
+    assert all(p.is_pinned() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_weights_that_start_on_the_device_are_taken_over() -> None:
+    model = toy(6, 512)
+    before = snapshot(model)
+    model.to(DEVICE)
+    wanted = model(given(1, d=512)).clone()
+    nbytes = sum(p.nbytes for p in model.parameters())
+    compiled = offload(model)
+    settle(compiled, given(0, d=512))
+    assert_state(model, before)
+    expected = compiled(given(1, d=512)).clone()
+    torch.testing.assert_close(expected, wanted, rtol=2e-2, atol=2e-2)
+    allocated = torch.cuda.memory_allocated(DEVICE)
+    use_budget(model, "quarter")
+    for _ in range(3):
+        late_copies(model)
+        assert torch.equal(compiled(given(1, d=512)), expected)
+    assert_streams(model)
+    assert torch.cuda.memory_allocated(DEVICE) < allocated - nbytes // 4
