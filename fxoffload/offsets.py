@@ -1,4 +1,4 @@
-"""Where each load lies in the staging area. One fixed offset a load, the same in every forward.
+"""Where each load lies in the staging area, and what that is worth. One fixed offset a load, the same in every forward.
 
 Loads that are needed at once (their spans of uses meet) must not share bytes; any other two may, and then the later one is copied
 after the earlier one was evicted. So every placement that keeps needed-at-once loads apart is right, and what it is worth is
@@ -12,6 +12,9 @@ how early the copies can start. Three strategies, because none wins everywhere:
 
 All begin at any load (`rotation`), which moves the cut to where compute hides it. What no strategy can beat is a pool without
 places (`stream.pooled_latest`); a few loads get there by moving one at a time to the end of another (`moves`).
+
+`Layout.score_ms` compares layouts. Costs are predictions, so the score adds a little of the step on a machine on which they are
+off, and of the copy time: of two layouts with equal steps, the one with more slack and fewer copies wins.
 """
 
 from __future__ import annotations
@@ -95,10 +98,10 @@ def lay_out(
 
 
 def streams(problem: Problem, residents: frozenset[int], staging_nbytes: int) -> Iterator[Stream]:
-    """The streams to try: two uses of one bucket are served by one load where that is within half of the look-ahead; or by one each."""
+    """Two uses of one bucket are served by one load where that is within half of the look-ahead; or by one each."""
     if staging_nbytes < 0:
         return
-    if any(len(uses) > 1 and b not in residents for b, uses in enumerate(problem.uses)):
+    if not problem.shared <= residents:
         yield make_stream(problem, residents, staging_nbytes // 2)
     yield make_stream(problem, residents, -1)
 
@@ -106,11 +109,12 @@ def streams(problem: Problem, residents: frozenset[int], staging_nbytes: int) ->
 def pooled_score_ms(problem: Problem, residents: frozenset[int], staging_nbytes: int, limit_ms: float = inf) -> float:
     """The least score of any layout with these residents; `inf` if there is none, or if it would not be below `limit_ms`."""
     best_ms = limit_ms
+    if max(problem.needed_nbytes(residents), default=0) > staging_nbytes:
+        return inf
     for stream in streams(problem, residents, staging_nbytes):
-        if max(problem.needed_nbytes(residents), default=0) <= staging_nbytes:
-            latest = pooled_latest(stream, staging_nbytes, problem.n)
-            if latest is not None:
-                best_ms = min(best_ms, _score_ms(problem, stream, _held_back(problem, stream, latest), best_ms))
+        latest = pooled_latest(stream, staging_nbytes, problem.n)
+        if latest is not None:
+            best_ms = min(best_ms, _score_ms(problem, stream, _held_back(problem, stream, latest), best_ms))
     return best_ms if best_ms < limit_ms else inf
 
 

@@ -92,9 +92,10 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
 def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None, overlap: bool = False) -> int:
     """The least budget (bytes) for which `make_plan` finds a plan.
 
-    With `overlap`, the least that holds the weights of any two segments that stream one behind the other (the last and the first too),
-    so that a copy can run beside compute; below it some copy has to wait until the segment before is done. Places are fixed, so
-    in a ring of an odd number of loads one copy may still wait. Without asynchronous copies nothing overlaps, and it is the same.
+    With `overlap`, the least that holds the weights of any two segments that stream one behind the other (the last and the first,
+    too), so that a copy can run beside compute; below it some copy has to wait until the segment before is done. Places are
+    fixed, so in a ring of an odd number of loads one copy may still wait. Without asynchronous copies nothing overlaps, and it
+    makes no difference.
     """
     problem = _problem(costs, knobs)
     residents = _must_stay(problem, knobs)

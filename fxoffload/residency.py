@@ -1,4 +1,4 @@
-"""Which buckets stay on the device: candidates by copy debt, then a bounded local search.
+"""Which buckets stay on the device: candidates by copy debt, every set of a few buckets, then a bounded local search.
 
 Copy debt: walk the segments, `debt += copy_ms` of what streams, `debt = max(0, debt - stretch * compute_ms)`. Where the debt
 passes what the staging area holds (`slack_ms`), a bucket of that stretch of the graph stays resident. `stretch` is the slowdown
@@ -6,9 +6,11 @@ at which the link keeps up everywhere; the least one whose residents fit the mem
 the link is the bottleneck, evenly, and nowhere else.
 
 The staging area is worth no more than what keeps the link busy: each byte beyond is better spent on residents. So the candidates
-are (bytes above which a bucket is never streamed) x (staging bytes) x (which bucket of an indebted stretch stays), each laid
-out and simulated; `Layout.score_ms` compares them. Costs are predictions, so the score adds a little of the step on a machine on
-which they are off, and of the copy time: of two plans with equal steps, the one with more slack and fewer copies wins.
+are (bytes above which a bucket is never streamed) x (staging bytes) x (which bucket of an indebted stretch stays).
+
+Sets of residents are priced twice. Without places, as if the staging area were a pool (`pooled_score_ms`): no layout scores less, and
+more memory never scores more. Then the best of them are laid out, the least price first, until none is left that could be better.
+For few buckets that is a proof; else a local search goes on from the best layout, and lays out what its price does not rule out.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
-from math import fsum, inf
+from math import inf
 
 from fxoffload.offsets import Layout, better, lay_out, least_score_ms, pooled_score_ms
 from fxoffload.stream import Problem
 
-Ranked = tuple[float, int, frozenset[int]]
-"""Score in a pool, a tie-break, residents."""
+Ranked = tuple[float, frozenset[int]]
+"""The score in a pool, and the residents."""
 _STAGING = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Staging bytes to try, in units of what the neediest segment reads."""
 _THRESHOLDS = 8
@@ -31,8 +33,11 @@ _ROTATIONS = 12
 _FEW = 14
 """So many buckets are few enough to rank every set of residents."""
 _NEAR = 1.06
+"""Sets within 6% of the least price are ranked, because a layout may be as much above its price."""
 _PROVED = 1.001
+_STARTS = 6
 _FOUND = 32
+"""Sets that the search of `_rank` hands on, besides the candidates."""
 _MOST_PLACED = 128
 _NEARBY = 4
 _GOLDEN = 0.6180339887498949
@@ -46,7 +51,7 @@ def choose(problem: Problem, weight_nbytes: int, always: frozenset[int], effort:
     ranked = _rank(problem, weight_nbytes, always, effort)
     if len(problem.nbytes) - len(always) <= _FEW:
         ranked += _rank_all(problem, weight_nbytes, always, effort, ranked[0][0])
-    ranked.sort()
+        ranked.sort(key=_score)
     best = _place(problem, weight_nbytes, ranked)
     if best is None or best.score_ms <= ranked[0][0] * _PROVED:
         return best
@@ -73,7 +78,7 @@ def _rank_all(problem: Problem, weight_nbytes: int, always: frozenset[int], effo
         score_ms = pooled_score_ms(problem, residents, sets[bits][0], best_ms * _NEAR)
         if score_ms < inf:
             best_ms = min(best_ms, score_ms)
-            ranked.append((score_ms, len(free) + bits, residents))
+            ranked.append((score_ms, residents))
     return ranked
 
 
@@ -90,22 +95,26 @@ def _rank(problem: Problem, weight_nbytes: int, always: frozenset[int], effort: 
 
     candidates = list(_candidates(problem, weight_nbytes, always))
     draw = random.Random(0).random
-    starts = sorted((price(residents), k, residents) for k, residents in enumerate(candidates))[:_STARTS]
-    for best_ms, _, best in starts:
+    starts = sorted(((price(residents), residents) for residents in candidates), key=_score)[:_STARTS]
+    for best_ms, best in starts:
         for _ in range(effort // len(starts)):
             residents = _neighbour(problem, best, always, draw)
             score_ms = price(residents, best_ms)
             if score_ms < best_ms:
                 best_ms, best = score_ms, residents
-    ranked = sorted((score_ms, k, residents) for k, (residents, score_ms) in enumerate(priced.items()))
+    ranked = sorted(((score_ms, residents) for residents, score_ms in priced.items()), key=_score)
     # No candidate is left out: a pool may be too kind to what the search found.
-    return [entry for k, entry in enumerate(ranked) if k < _FOUND or entry[1] < len(candidates)]
+    return [entry for k, entry in enumerate(ranked) if k < _FOUND or entry[1] in candidates]
+
+
+def _score(ranked: Ranked) -> float:
+    return ranked[0]
 
 
 def _place(problem: Problem, weight_nbytes: int, ranked: Iterable[Ranked]) -> Layout | None:
     """The best layout of ranked sets of residents: none is better than its pool."""
     best: Layout | None = None
-    for tried, (score_ms, _, residents) in enumerate(ranked):
+    for tried, (score_ms, residents) in enumerate(ranked):
         if best is None or (score_ms < best.score_ms and tried < _MOST_PLACED):
             best = better(best, lay_out(problem, residents, weight_nbytes - problem.size(residents), polish=True))
     return best
@@ -121,17 +130,19 @@ def _neighbour(problem: Problem, residents: frozenset[int], always: frozenset[in
         return buckets[int(draw() * len(buckets))]
 
     what = draw()
-    if what < 0.88 and outside and inside:
-        comes = pick(outside)
-        k = bisect_left(inside, comes)
-        goes = pick(inside[max(k - _NEARBY, 0) : k + _NEARBY] if draw() < 0.6 else inside)
-        if what < 0.76:
-            near.add(comes)
-        near.discard(goes)
-        if what < 0.4:
-            (near.add(pick(outside)) if what < 0.2 else near.discard(pick(inside)))
-    elif outside:
+    if not outside:
+        return residents
+    comes = pick(outside)
+    if what >= 0.88 or not inside:
+        return residents | {comes}
+    k = bisect_left(inside, comes)
+    near.discard(pick(inside[max(k - _NEARBY, 0) : k + _NEARBY] if draw() < 0.6 else inside))
+    if what < 0.76:
+        near.add(comes)
+    if what < 0.2:
         near.add(pick(outside))
+    elif what < 0.4:
+        near.discard(pick(inside))
     return frozenset(near)
 
 
@@ -160,11 +171,6 @@ def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int]
     for staging_nbytes in [*(size for size in sizes if size < cap), cap]:
         best = better(best, lay_out(problem, residents, staging_nbytes, rotations=rotations, polish=rotations > 1))
     return best
-
-
-def _all_sets(always: frozenset[int], free: list[int]) -> Iterator[frozenset[int]]:
-    for bits in range(1 << len(free)):
-        yield always | {b for k, b in enumerate(free) if bits >> k & 1}
 
 
 def _candidates(problem: Problem, weight_nbytes: int, always: frozenset[int]) -> Iterator[frozenset[int]]:

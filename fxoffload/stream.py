@@ -50,6 +50,7 @@ class Problem:
         self.link_bytes_per_ms = costs.link_bytes_per_ms
         self.kept = frozenset(b for b, bucket in enumerate(costs.buckets) if bucket.keep or not bucket.uses or not bucket.nbytes)
         """Buckets that are resident in every plan: they must be, or it costs nothing."""
+        self.shared = frozenset(b for b, uses in enumerate(self.uses) if len(uses) > 1)
         self.ahead = ahead
         self.ahead_nbytes = ahead_nbytes
         self.overlap = overlap
@@ -169,7 +170,7 @@ def latest_overlaps(stream: Stream, offsets: list[int], n: int) -> list[tuple[in
 
 
 def pooled_latest(stream: Stream, cap_nbytes: int, n: int) -> list[tuple[int, int]] | None:
-    """As `latest_overlaps`, were `cap_nbytes` a pool in which any free bytes will do: no placement in it lets a copy start earlier.
+    """As `latest_overlaps`, were `cap_nbytes` a pool in which any free bytes will do: no placement lets a copy start earlier.
 
     A load waits until it and those loads before it that are not evicted are at most `cap_nbytes`; None if it waits for ever.
     """
