@@ -187,13 +187,13 @@ class Binding:
     def adopt(self, plan: Plan) -> None:
         self.plan = plan
         self.release()
-        if self.engine.current is self:
-            self.engine.current = None
         logger.info("%s", plan)
 
     def release(self) -> None:
-        """Let go of every view of the arena."""
+        """Let go of every view of the arena, and of the slots: what is on its way to them is lost track of."""
         self.staged = None
+        if self.engine.current is self:
+            self.engine.current = None
 
     # -- a call ----------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxoffload.errors import ConfigError, OffloadError, PlanError
-from fxoffload.plan import Plan
+from fxoffload import plancmd
+from fxoffload.errors import ConfigError, OffloadError
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("fxoffload-demo"), metavar="DIR", help="where pictures go (%(default)s)")
     demo.set_defaults(run=_demo)
 
-    plan = commands.add_parser("plan", help="print a saved plan")
-    plan.add_argument("path", type=Path, metavar="PATH", help="a file that Plan.save wrote")
+    plan = commands.add_parser("plan", help="plan a model from its config.json, without weights; or print a saved plan")
+    plancmd.add_arguments(plan)
     plan.set_defaults(run=_plan)
 
     calibrate = commands.add_parser("calibrate", help="print this machine's constants, measured at the first use")
@@ -73,18 +73,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    print(read_plan(arguments.path))
+    plancmd.run(arguments)
     return 0
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a file. Raises PlanError for a file that cannot be read, or that holds no plan."""
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        raise PlanError(f"cli: {path}: {error.strerror}; give a file that Plan.save wrote") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"cli: {path}: this is no saved plan ({error}); give a file that Plan.save wrote") from error
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -24,10 +24,11 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from fxoffload.cost import Costs
 from fxoffload.errors import BudgetError
-from fxoffload.offsets import Layout
+from fxoffload.offsets import Layout, pooled_score_ms
 from fxoffload.plan import Load, Plan, Resident
 from fxoffload.residency import choose, choose_fixed, choose_unoverlapped
 from fxoffload.sizes import format_size, show_size
@@ -186,9 +187,9 @@ def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | N
     """Bins are given, the number of persistent buckets is not: about the best of all counts that fit."""
     n = len(problem.nbytes)
 
-    def layout(count: int) -> Layout | None:
+    def layout(count: int, limit_ms: float) -> Layout | None:
         residents = problem.kept | persistent_indices(n, count, bins)
-        if problem.size(residents) + max(problem.needed_nbytes(residents), default=0) > weight_nbytes:
+        if pooled_score_ms(problem, residents, weight_nbytes - problem.size(residents), limit_ms) == inf:
             return None
         return choose_fixed(problem, weight_nbytes, residents, rotations=1)
 
@@ -198,7 +199,7 @@ def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | N
     for refine in (False, True):
         counts = range(max(best_count - stride, 0), min(best_count + stride, n) + 1) if refine else range(0, n + 1, stride)
         for count in counts:
-            found = layout(count)
+            found = layout(count, inf if best is None else best.score_ms)
             if found is not None and (best is None or found.beats(best)):
                 best, best_count = found, count
     return best

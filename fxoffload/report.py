@@ -31,7 +31,7 @@ from fxoffload.planner import make_plan
 from fxoffload.price import SegmentPrice, knee
 from fxoffload.program import Program
 from fxoffload.show import plan_table
-from fxoffload.sizes import show_size
+from fxoffload.sizes import parse_size, show_size
 from fxoffload.timeline import Timeline, chrome_trace, simulate
 from fxoffload.verify import check_plan
 from fxoffload.words import landmarks_table, sentences
@@ -124,6 +124,15 @@ class Explanation:
             f"{self.name}  {show_size(sum(b.nbytes for b in self.costs.buckets))} of weights  {flops / 1e12:.3g} TFLOP a forward  "
             f"{blocks} blocks in {len(self.costs.segments)} segments, {len(self.costs.buckets)} buckets\n{self.machine}"
         )
+
+    def at(self, memory_budget: int | str) -> Explanation:
+        """The same graph, planned for another budget: bytes or a size string. Changes nothing on the model.
+
+        Raises BudgetError where it is too small.
+        """
+        plan = self._study.plan(parse_size(memory_budget, what="memory_budget"))
+        check_plan(plan, self.costs)
+        return dataclasses.replace(self, plan=plan, others=())
 
     def save_trace(self, path: str | Path) -> None:
         """Write the predicted timeline as Chrome trace events: open the file at ui.perfetto.dev."""

@@ -8,9 +8,10 @@ the link is the bottleneck, evenly, and nowhere else.
 The staging area is worth no more than what keeps the link busy: each byte beyond is better spent on residents. So the candidates
 are (bytes above which a bucket is never streamed) x (staging bytes) x (which bucket of an indebted stretch stays).
 
-Sets of residents are priced twice. Without places, as if the staging area were a pool (`pooled_score_ms`): no layout scores less, and
-more memory never scores more. Then the best of them are laid out, the least price first, until none is left that could be better.
-For few buckets that is a proof; else a local search goes on from the best layout, and lays out what its price does not rule out.
+Sets of residents are priced first without places, as if the staging area were a pool (`pooled_score_ms`): no layout scores less,
+and with more memory no set's price is higher, which keeps a larger budget from giving a slower step. Then the sets are laid out,
+the least price first, until none is left that could be better. A few buckets have few enough sets to rank about all of them;
+else a local search goes on from the best layout, and lays out what its price does not rule out.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
 
-from fxoffload.offsets import Layout, better, lay_out, least_score_ms, pooled_score_ms
+from fxoffload.offsets import STRATEGIES, Layout, Strategy, better, lay_out, least_score_ms, pooled_score_ms
 from fxoffload.stream import Problem
 
 Ranked = tuple[float, frozenset[int]]
 """The score in a pool, and the residents."""
-_STAGING = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
+_STAGING = (1.0, 1.25, 1.5, 1.67, 1.85, 2.0, 2.25, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Staging bytes to try, in units of what the neediest segment reads."""
 _THRESHOLDS = 8
 _HALVINGS = 8
@@ -34,11 +35,14 @@ _FEW = 14
 """So many buckets are few enough to rank every set of residents."""
 _NEAR = 1.06
 """Sets within 6% of the least price are ranked, because a layout may be as much above its price."""
-_PROVED = 1.001
+_PROVED = 1.0003
 _STARTS = 6
 _FOUND = 32
 """Sets that the search of `_rank` hands on, besides the candidates."""
 _MOST_PLACED = 128
+_MANY_LOADS = 64
+_LAYOUT_EFFORT = 5
+"""A layout takes as long as so many prices."""
 _NEARBY = 4
 _GOLDEN = 0.6180339887498949
 
@@ -150,16 +154,24 @@ def _improve(problem: Problem, weight_nbytes: int, always: frozenset[int], best:
     """Change a few residents while that helps. Random, but of a fixed seed: equal input, equal plan."""
     draw = random.Random(1).random
     tried: set[frozenset[int]] = {best.residents}
-    for _ in range(effort):
+    while effort > 0:
+        effort -= 1
         residents = _neighbour(problem, best.residents, always, draw)
         staging_nbytes = weight_nbytes - problem.size(residents)
         if residents in tried:
             continue
         tried.add(residents)
         if pooled_score_ms(problem, residents, staging_nbytes, best.score_ms) < inf:
-            best = better(best, lay_out(problem, residents, staging_nbytes)) or best
-    found = lay_out(problem, best.residents, weight_nbytes - problem.size(best.residents), rotations=_ROTATIONS, polish=True)
+            best = better(best, lay_out(problem, residents, staging_nbytes, strategies=_worth_trying(best))) or best
+            effort -= _LAYOUT_EFFORT
+    cap = weight_nbytes - problem.size(best.residents)
+    found = lay_out(problem, best.residents, cap, strategies=_worth_trying(best), rotations=_ROTATIONS, polish=True)
     return better(best, found) or best
+
+
+def _worth_trying(best: Layout) -> tuple[Strategy, ...]:
+    """For many loads a layout takes milliseconds, and the strategy of the best one so far nearly always wins again."""
+    return STRATEGIES if len(best.stream) <= _MANY_LOADS else (best.strategy,)
 
 
 def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int], rotations: int = _ROTATIONS) -> Layout | None:
@@ -167,9 +179,15 @@ def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int]
     best: Layout | None = None
     cap = weight_nbytes - problem.size(residents)
     least = max(problem.needed_nbytes(residents), default=0)
-    sizes = [int(least * factor) for factor in _STAGING]
-    for staging_nbytes in [*(size for size in sizes if size < cap), cap]:
-        best = better(best, lay_out(problem, residents, staging_nbytes, rotations=rotations, polish=rotations > 1))
+    sizes = [size for size in (int(least * factor) for factor in _STAGING) if size < cap]
+    floor_ms = pooled_score_ms(problem, residents, cap)
+    for cuts in dict.fromkeys((1, rotations)):
+        for staging_nbytes in [*sizes, cap]:
+            if best is not None and best.score_ms <= floor_ms * _PROVED:
+                return best
+            strategies = STRATEGIES if best is None or cuts < rotations else _worth_trying(best)
+            found = lay_out(problem, residents, staging_nbytes, strategies=strategies, rotations=cuts, polish=cuts > 1)
+            best = better(best, found)
     return best
 
 

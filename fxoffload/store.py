@@ -62,9 +62,9 @@ class HostTensor:
     parts: list[HostWeight] = field(default_factory=list)
 
     def is_like(self, other: torch.Tensor) -> bool:
-        """Whether `other` has the same dtype and layout."""
+        """Whether `other` has the same dtype and layout, and lies on the host."""
         mine = self.view
-        return (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
+        return (mine.device, mine.dtype, mine.shape, mine.stride()) == (other.device, other.dtype, other.shape, other.stride())
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -59,6 +60,37 @@ def flux(batch: int, *, doubles: int = 19, singles: int = 38) -> Costs:
             compute_ms.append(total_ms / 57 * share / weight)
     activation_nbytes = int(activation_gib * GIB)
     return chain(sizes, compute_ms, LINK_BYTES_PER_MS, latency_ms=0.01, activation_nbytes=activation_nbytes, names=names)
+
+
+def small_flux() -> Costs:
+    """The demo's denoiser: FLUX's blocks at a twelfth of its width, 12 unequal buckets."""
+    compute_ms = [0.0426, 0.0364, 0.2338, 0.0221, 0.0364, 0.2338, 0.0221, 0.2256, 0.2256, 0.2256, 0.2256, 0.0225]
+    sizes = [1005568, 3421184, 3945472, 2102272, 3421184, 3945472, 2102272, 3943936, 3943936, 3943936, 3943936, 542976]
+    return chain(sizes, compute_ms, 25e6, latency_ms=0.01)
+
+
+def mini_lm() -> Costs:
+    """An embedding in 7 pieces that compute next to nothing, then 6 layers of about the same size, at 25 GB/s."""
+    sizes = [26214 * UNIT] * 7 + [27852 * UNIT] * 6
+    return chain(sizes, [0.001] * 7 + [0.06] * 6, 25e6, latency_ms=0.01)
+
+
+def uneven_chain(seed: int, n: int) -> Costs:
+    """Buckets of up to 1 MB, a third of them of the full size, whose copies take about as long as compute."""
+    draw = random.Random(seed)
+    sizes = [UNIT * (draw.randint(1, 4000) if draw.random() < 0.7 else 4000) for _ in range(n)]
+    compute_ms = [draw.choice([0.0, 0.01, 0.03, 0.05]) for _ in range(n)]
+    return chain(sizes, compute_ms, 25e6, latency_ms=draw.choice([0.0, 0.001]))
+
+
+def tied_chain(seed: int) -> Costs:
+    """10 segments, some of whose 12 buckets are read by two of them."""
+    draw = random.Random(seed)
+    segments = tuple(SegmentCost(f"s{i}", draw.choice([0.5, 1.0, 2.0]), 0) for i in range(10))
+    uses = sorted(tuple(sorted(draw.sample(range(10), draw.choice([1, 1, 1, 2])))) for _ in range(12))
+    sizes = [UNIT * draw.randint(1, 8) for _ in uses]
+    buckets = tuple(BucketCost(f"b{i}", sizes[i], sizes[i] / (3 * UNIT), read) for i, read in enumerate(uses))
+    return Costs(segments, buckets, 3.0 * UNIT)
 
 
 @st.composite

@@ -10,13 +10,14 @@ import pytest
 
 from fxoffload.cost import BucketCost, Costs, SegmentCost
 from fxoffload.errors import BudgetError
+from fxoffload.offsets import STRATEGIES, moves, place_oldest
 from fxoffload.plan import Plan
 from fxoffload.planner import Knobs, make_plan, persistent_indices, smallest_budget
 from fxoffload.sizes import parse_size
-from fxoffload.stream import Problem, latest_overlaps, make_stream, step_ms
+from fxoffload.stream import Problem, latest_overlaps, make_stream, pooled_latest, step_ms
 from fxoffload.timeline import simulate
 from fxoffload.verify import check_plan
-from tests.unit.planner_cases import GIB, UNIT, chain, equal_chain, flux
+from tests.unit.planner_cases import GIB, UNIT, chain, equal_chain, flux, small_flux, tied_chain, uneven_chain
 
 SLOT_PAIRS = list(itertools.product(range(1, 10), range(1, 6)))
 
@@ -131,6 +132,48 @@ def test_activations_are_given_or_the_largest_of_the_segments():
     costs = Costs((SegmentCost("a", 1.0, 500), SegmentCost("b", 1.0, 700)), (), 1.0)
     assert make_plan(costs, 700).activation_nbytes == 700
     assert make_plan(costs, 700, activation_nbytes=300).activation_nbytes == 300
+
+
+def least(costs: Costs, knobs: Knobs = Knobs()) -> tuple[int, int]:
+    """In units: the smallest budget, and the smallest in which copies overlap compute."""
+    return smallest_budget(costs, knobs) // UNIT, smallest_budget(costs, knobs, overlap=True) // UNIT
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((4, 1, 3, 2), (4, 6)),
+        # The last and the first stream one behind the other, too.
+        ((3, 1, 0, 4), (4, 7)),
+        # So do those on both sides of a segment without weights.
+        ((3, 0, 4, 1, 1), (4, 7)),
+        ((5, 2), (5, 7)),
+        ((0, 5, 0), (5, 5)),
+        ((0, 0), (0, 0)),
+    ],
+)
+def test_smallest_budget_that_overlaps(sizes: tuple[int, ...], expected: tuple[int, int]):
+    costs = chain([UNIT * size for size in sizes], [1.0] * len(sizes))
+    assert least(costs) == expected
+    assert least(costs, Knobs(async_transfer=False)) == (expected[0], expected[0])
+    assert smallest_budget(costs, activation_nbytes=100, overlap=True) == expected[1] * UNIT + 100
+
+
+def test_smallest_budget_that_overlaps_holds_a_shared_bucket_once():
+    segments = tuple(SegmentCost(f"s{i}", 1.0, 0) for i in range(4))
+    uses = ((0, 1), (1,), (2,), (3,))
+    costs = Costs(segments, tuple(BucketCost(f"b{i}", (4 - i) * UNIT, 1.0, u) for i, u in enumerate(uses)), float(UNIT))
+    # Segments 0 and 1 read b0 and b1; segments 1 and 2 read b2, too.
+    assert least(costs) == (7, 9)
+    # What must stay streams nowhere: b1 is kept, and segments 3 and 0 read b3 and b0 beside it.
+    assert least(costs, Knobs(persistent_buckets=2)) == (7 + 2, 7 + 2 + 1)
+
+
+def test_smallest_budget_that_overlaps_is_enough_for_equal_blocks():
+    costs = equal_chain(8)
+    plan = make_plan(costs, smallest_budget(costs, overlap=True), Knobs(persistent_buckets=0))
+    assert plan.step_ms == plan.compute_ms
+    assert make_plan(costs, smallest_budget(costs), Knobs(persistent_buckets=0)).step_ms == 2 * plan.compute_ms
 
 
 def test_too_small_a_budget():
@@ -282,3 +325,74 @@ def test_small_cases_are_within_two_percent_of_the_optimum(seed: int):
     plan = make_plan(costs, weight_nbytes)
     assert plan.step_ms <= 1.02 * best_by_trying(costs, weight_nbytes) + 1e-9
     assert plan.step_ms == simulate(plan, costs).step_ms
+
+
+def pooled_step_ms(problem: Problem, residents: frozenset[int], cap: int) -> float:
+    stream = make_stream(problem, residents, -1)
+    latest = pooled_latest(stream, cap, problem.n)
+    return float("inf") if latest is None else step_ms(problem, stream, latest)
+
+
+def least_in_a_pool(costs: Costs, weight_nbytes: int) -> float:
+    """No set of residents and no placement gives a faster step: all sets, without places."""
+    problem = Problem(costs)
+    best = float("inf")
+    buckets = range(len(problem.nbytes))
+    for bits in range(1 << len(buckets)):
+        residents = frozenset(b for b in buckets if bits >> b & 1)
+        cap = weight_nbytes - problem.size(residents)
+        if cap >= max(problem.needed_nbytes(residents)):
+            best = min(best, pooled_step_ms(problem, residents, cap))
+    return best
+
+
+@pytest.mark.parametrize("mib", [5.2, 8.0, 10.68, 10.98, 14.5])
+def test_a_small_model_of_unequal_buckets_is_within_two_percent_of_the_optimum(mib: float):
+    costs = small_flux()
+    budget = int(mib * 2**20)
+    assert make_plan(costs, budget).step_ms <= 1.02 * least_in_a_pool(costs, budget // UNIT * UNIT)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_models_of_ten_buckets_are_within_two_percent_of_the_optimum(seed: int):
+    costs = uneven_chain(seed, 10)
+    smallest, everything = smallest_budget(costs), sum(bucket.nbytes for bucket in costs.buckets)
+    budget = smallest + (everything - smallest) * (seed + 1) // 16 // UNIT * UNIT
+    assert make_plan(costs, budget).step_ms <= 1.02 * least_in_a_pool(costs, budget)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_placement_beats_the_pool(seed: int):
+    draw = random.Random(seed)
+    costs = tied_chain(seed) if seed % 2 else uneven_chain(seed, 9)
+    problem = Problem(costs)
+    stream = make_stream(problem, frozenset(), draw.choice([-1, 0]))
+    for _ in range(20):
+        cap = draw.randint(max(problem.needed_nbytes(frozenset())), sum(stream.nbytes)) // UNIT * UNIT
+        latest = pooled_latest(stream, cap, problem.n)
+        for strategy in STRATEGIES:
+            offsets = strategy(stream, cap, draw.randrange(len(stream)))
+            if offsets is not None:
+                assert latest is not None
+                placed_ms = step_ms(problem, stream, latest_overlaps(stream, offsets, problem.n))
+                assert step_ms(problem, stream, latest) <= placed_ms * (1 + 1e-5)
+
+
+def test_a_pool_of_which_a_load_needs_more_than_there_is():
+    """The load of b0 is used by segments 0 and 2, so b1's copy waits for an eviction that comes after its use."""
+    segments = tuple(SegmentCost(f"s{i}", 1.0, 0) for i in range(3))
+    buckets = (BucketCost("b0", 2 * UNIT, 1.0, (0, 2)), BucketCost("b1", 2 * UNIT, 1.0, (1,)))
+    problem = Problem(Costs(segments, buckets, float(UNIT)))
+    stream = make_stream(problem, frozenset(), 9 * UNIT)
+    assert stream.uses == [(0, 2), (1,)]
+    assert pooled_latest(stream, 3 * UNIT, 3) is None
+    assert pooled_latest(stream, 4 * UNIT, 3) == [(1, 0), (1, 1)]
+    # With one load a use the bytes of b0 are free in between.
+    assert pooled_latest(make_stream(problem, frozenset(), -1), 3 * UNIT, 3) == [(1, 2), (0, 0), (0, 1)]
+
+
+def test_the_oldest_bytes_are_overwritten_first():
+    stream = make_stream(Problem(chain([UNIT * size for size in (2, 1, 2, 1, 3)], [1.0] * 5)), frozenset(), -1)
+    assert place_oldest(stream, 4 * UNIT) == [0, 2 * UNIT, 0, 3 * UNIT, 0]
+    assert place_oldest(stream, 2 * UNIT) is None
+    assert list(moves(stream, [0, 2 * UNIT, 0, 3 * UNIT, 0], 1, 4 * UNIT)) == [0, 3 * UNIT]

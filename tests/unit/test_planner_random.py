@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,17 @@ from fxoffload.cost import Costs
 from fxoffload.errors import BudgetError
 from fxoffload.planner import Knobs, make_plan, smallest_budget
 from fxoffload.verify import check_plan
-from tests.unit.planner_cases import UNIT, random_costs, random_knobs
+from tests.unit.planner_cases import (
+    GIB,
+    UNIT,
+    flux,
+    mini_lm,
+    random_costs,
+    random_knobs,
+    small_flux,
+    tied_chain,
+    uneven_chain,
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -46,3 +57,58 @@ def test_no_overlap_issues_at_the_use(costs: Costs, knobs: Knobs, extra_nbytes: 
     copy_ms = {bucket.name: bucket.copy_ms for bucket in costs.buckets}
     assert all(load.prefetch_before == load.wait_before for load in plan.loads)
     assert plan.step_ms == pytest.approx(plan.compute_ms + sum(copy_ms[load.bucket] for load in plan.loads))
+
+
+def slowdowns(costs: Costs, budgets: Sequence[int], knobs: Knobs = Knobs()) -> list[tuple[int, float]]:
+    """The budgets at which the step is more than 0.5% slower than at a smaller one, and by how much."""
+    found: list[tuple[int, float]] = []
+    best_ms = float("inf")
+    for budget in budgets:
+        plan = make_plan(costs, budget, knobs)
+        check_plan(plan, costs)
+        if plan.step_ms > 1.005 * best_ms:
+            found.append((budget, plan.step_ms / best_ms))
+        best_ms = min(best_ms, plan.step_ms)
+    return found
+
+
+def budgets_of(costs: Costs, knobs: Knobs = Knobs(), count: int = 24) -> list[int]:
+    """From the smallest that works to where everything fits."""
+    smallest = smallest_budget(costs, knobs)
+    activations = max(segment.activation_nbytes for segment in costs.segments)
+    largest = max(smallest, activations + sum(bucket.nbytes for bucket in costs.buckets))
+    return [smallest + (largest - smallest) * i // (count - 1) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_more_budget_is_never_slower(seed: int):
+    costs = uneven_chain(seed, 6 + seed)
+    assert slowdowns(costs, budgets_of(costs)) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_budget_is_never_slower_with_shared_buckets(seed: int):
+    costs = tied_chain(seed)
+    assert slowdowns(costs, budgets_of(costs)) == []
+
+
+@pytest.mark.parametrize("costs", [small_flux(), mini_lm(), flux(1, doubles=2, singles=4)], ids=["flux", "lm", "blocks"])
+def test_more_budget_is_never_slower_for_small_models(costs: Costs):
+    assert slowdowns(costs, budgets_of(costs, count=60)) == []
+
+
+@pytest.mark.parametrize(("batch", "largest"), [(1, 18), (3, 8)])
+def test_more_budget_is_never_slower_for_flux(batch: int, largest: int):
+    """To where the link keeps up."""
+    costs = flux(batch)
+    smallest = smallest_budget(costs)
+    assert slowdowns(costs, [smallest + (largest * GIB - smallest) * i // 23 for i in range(24)]) == []
+
+
+@pytest.mark.parametrize(
+    "knobs", [Knobs(transfer_buckets=2), Knobs(max_inflight_prefetch_bytes=1 << 20), Knobs(async_transfer=False)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_more_budget_is_never_slower_with_knobs(seed: int, knobs: Knobs):
+    costs = uneven_chain(seed, 10)
+    assert slowdowns(costs, budgets_of(costs, knobs), knobs) == []
