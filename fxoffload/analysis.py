@@ -1,8 +1,8 @@
 """The stages before compilation, on a model that is not to run: to plan it without weights, without a device, or before it runs.
 
 A call of the model is traced from a function made for it, so that nothing of the trace stays: no compiled code on the model's own
-functions, no count towards their recompile limit. The graph is analysed (`backend.analyse`), and the call ends there: what it would
-have computed, or changed on the model, does not happen. Tensors on the meta device trace as if they were on the others' device.
+functions, no count towards their recompile limit. The graph is analysed (`backend.analyse`), and the call ends there: what it
+would have computed, or changed on the model, does not happen. Tensors on the meta device trace as if they were on the others'.
 """
 
 # Private names of torch: Dynamo's errors. Checked on torch 2.11 and 2.13.
@@ -51,9 +51,10 @@ def trace(
     machine: Machine,
     dynamic: bool | None = None,
 ) -> Program:
-    """Trace `model(*args, **kwargs)` and take it through all stages before compilation. Nothing runs, nothing on the model changes.
+    """Trace `model(*args, **kwargs)` and take it through all stages before compilation.
 
-    `dynamic` as in `torch.compile`. Raises OffloadError where the call is not one graph, or cannot be offloaded.
+    Nothing runs, and nothing on the model changes. `dynamic` as in `torch.compile`. Raises OffloadError where the call is not one
+    graph, or cannot be offloaded.
     """
     backend = _Backend(model, config, machine)
     given = [*tree_leaves((args, kwargs)), *model.parameters(), *model.buffers()]

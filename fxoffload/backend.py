@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import warnings
 import weakref
@@ -204,9 +205,20 @@ def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
     """The onload device while tracing. Bad options are not reported here, inside Dynamo, but by `layerwise`."""
     options = kwargs.get("options") or {}
     try:
-        return available_device(torch.device(options.get("onload_device", "cuda")))
+        device = available_device(torch.device(options.get("onload_device", "cuda")))
     except (RuntimeError, TypeError):
         return torch.device("cpu")
+    if device.type != "cpu" and options.get("segment_compiler", "inductor") == "inductor":
+        _warm_inductor()
+    return device
+
+
+@functools.cache
+def _warm_inductor() -> None:
+    """Start Inductor's compile workers, which take seconds to come up, while Dynamo traces (its own backend does so too)."""
+    from torch._inductor import async_compile
+
+    async_compile.maybe_warm_pool()
 
 
 def _bucket_limit(config: OffloadConfig, total_nbytes: int) -> int:

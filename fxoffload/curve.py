@@ -1,13 +1,13 @@
 """What a model costs at other budgets: the curve of the step over the budget, and the budgets that stand out on it.
 
-With W the bytes of all weights, A the activations, B the link and C the compute time of a forward, no schedule within a budget beats
+With W the bytes of all weights, A the activations, B the link and C the compute time of a forward, no schedule beats
 
     naive bound(budget)    = max(C, (W - (budget - A)) / B)
     windowed bound(budget) = timeline.windowed_bound, which also sees where along the model the weights are
 
-and the knee of the naive bound is at `A + W - C * B`. The smallest budget at which streaming is free is found on plans: the step is at
-most `FREE` times C. More memory never makes a plan slower by more than half a percent, so bisection finds it, from the least budget
-at which the windowed bound allows it.
+and the knee of the naive bound is at `A + W - C * B`. The smallest budget at which streaming is free is found on plans: the step
+is at most `FREE` times C. More memory never makes a plan slower by more than half a percent, so bisection finds it, from the
+least budget at which the windowed bound allows it.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ _HEADERS = ("predicted ms", "measured ms", "measured / predicted")
 def measure(model: Any, call: Callable[[], object]) -> Measurement:
     """Time every segment and every copy of a forward in steady state.
 
-    `call` runs the model, once or more often; it is called until the model has settled, and then till three forwards are timed, of
-    which the last one counts. Timing puts two events around every segment and every copy, here only. Raises OffloadError where
+    `call` runs the model, once or more often; it is called until the model has settled, and then till three forwards are timed,
+    of which the last one counts. Timing puts two events around every segment and every copy, here only. Raises OffloadError where
     `call` does not run the model.
     """
     call()

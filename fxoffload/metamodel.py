@@ -54,9 +54,10 @@ def _diffusers_model(data: dict[str, Any], path: Path) -> torch.nn.Module:
     diffusers = _library("diffusers", path)
     name = data["_class_name"]
     found: Any = getattr(diffusers, name, None)
-    if found is None:
+    kind: Any = found
+    if not isinstance(kind, type):
         raise ConfigError(f"cli: {path}: diffusers {diffusers.__version__} has no class {name!r}; {_IN_PYTHON}")
-    if not issubclass(found, torch.nn.Module):
+    if not issubclass(kind, torch.nn.Module):
         parts = ", ".join(key for key, value in data.items() if isinstance(value, list) and "Model" in str(value))
         raise ConfigError(
             f"cli: {path}: {name} is no model but has models as parts; give the folder of one ({parts or 'such as transformer'})"

@@ -38,6 +38,8 @@ from fxoffload.stream import (
 )
 
 Strategy = Callable[[Stream, int, int], "list[int] | None"]
+MANY_LOADS = 64
+"""More than so many are not placed over the oldest bytes, which takes long and wins only for few."""
 _FEW_LOADS = 16
 """So few that every rotation is tried, and single loads are moved."""
 _ROUNDS = 3
@@ -87,7 +89,7 @@ def lay_out(
         if not m:
             return _judged(problem, residents, stream, [], place_laps)
         cuts = m if polish and m <= _FEW_LOADS else min(rotations, m)
-        for strategy in strategies or STRATEGIES:
+        for strategy in strategies or (STRATEGIES if m <= MANY_LOADS else _FAST):
             for k in range(cuts):
                 offsets = strategy(stream, staging_nbytes, k * m // cuts)
                 if offsets is not None:
@@ -239,7 +241,8 @@ def place_oldest(stream: Stream, cap_nbytes: int, rotation: int = 0) -> list[int
     return offsets
 
 
-STRATEGIES: tuple[Strategy, ...] = (place_laps, place_ends, place_oldest)
+_FAST: tuple[Strategy, ...] = (place_laps, place_ends)
+STRATEGIES: tuple[Strategy, ...] = (*_FAST, place_oldest)
 
 
 def moves(stream: Stream, offsets: list[int], j: int, cap_nbytes: int) -> Iterator[int]:

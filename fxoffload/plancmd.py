@@ -20,16 +20,25 @@ _ACCEPTED = "give the config.json of a model, its folder, or a file that Plan.sa
 _SIZES = ("batch", "height", "width", "frames", "tokens")
 
 
+_BUDGET = (
+    "device memory, such as 8GiB; left out: what is free, or, without an accelerator, the smallest with which copies overlap "
+    "compute"
+)
+_MACHINE = (
+    "a file that Machine.save wrote, or constants that differ from nominal ones, such as "
+    "link_gb_s=55,memory_gb_s=4000,bfloat16=650; left out: this accelerator, or nominal without one"
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="CONFIG", help="a config.json of diffusers or transformers, or a saved plan")
-    parser.add_argument("--budget", metavar="SIZE", help="device memory, such as 8GiB; left out: what is free, or, without an "
-                        "accelerator, the smallest with which copies overlap compute")  # fmt: skip
-    parser.add_argument("--machine", metavar="FILE|nominal|NAME=VALUE,...", help="a file that Machine.save wrote, or constants that "
-                        "differ from nominal ones, such as link_gb_s=55,memory_gb_s=4000,bfloat16=650; left out: this "
-                        "accelerator, or nominal without one")  # fmt: skip
+    parser.add_argument("--budget", metavar="SIZE", help=_BUDGET)
+    parser.add_argument("--machine", metavar="FILE|nominal|NAME=VALUE,...", help=_MACHINE)
     for name, text in zip(_SIZES, ("inputs at once", "pixels", "pixels", "of a video", "of the text"), strict=True):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights (left out: what the config says)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights; left out: what the config says"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write the plan, a trace for Perfetto, and pictures there")
 
 
@@ -69,7 +78,9 @@ def parse_machine(text: str) -> Machine:
         except OSError as error:
             raise ConfigError(f"cli: --machine: {text}: {error.strerror}; give a file, 'nominal', or NAME=VALUE,...") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"cli: --machine: {text}: this is no saved machine ({error}); give what Machine.save wrote") from error
+            raise ConfigError(
+                f"cli: --machine: {text}: this is no saved machine ({error}); give what Machine.save wrote"
+            ) from error
     machine = dataclasses.replace(Machine.nominal(), name=text)
     rates = dict(machine.tflop_s)
     constants = [f.name for f in dataclasses.fields(machine) if f.name not in ("name", "tflop_s")]
@@ -119,7 +130,9 @@ def _explain(path: Path, data: dict[str, Any], arguments: argparse.Namespace) ->
     model = metamodel.build(data, path, dtype=arguments.dtype)
     inputs = shapes.example_inputs(model, **{n: v for n in _SIZES if (v := getattr(arguments, n)) is not None})
     if sys.stderr.isatty():
-        print(f"tracing {type(model).__name__} without weights: seconds for small models, a minute for large ones", file=sys.stderr)
+        print(
+            f"tracing {type(model).__name__} without weights: seconds for small models, a minute for large ones", file=sys.stderr
+        )
     device = here if here is not None else torch.device("cuda")
     if budget is None and here is None:
         everything = report.explain(model, inputs, machine=machine, memory_budget="1024TiB", onload_device=device)

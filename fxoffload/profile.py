@@ -1,8 +1,8 @@
 """Timing on the device: one mark before and behind every segment, and before and behind every copy, while somebody asks for it.
 
 A segment's first mark stands behind its waits in the compute stream, so the time is that of its compute, not of its stalls; a
-copy's stands behind the wait for the bytes that it overwrites. Marks are events of the device, or times of the host where the CPU is
-the device. Equal segments share one program, and get the median of their times.
+copy's stands behind the wait for the bytes that it overwrites. Marks are events of the device, or times of the host where the
+CPU is the device. Equal segments share one program, and get the median of their times.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 from fxoffload.errors import GradientError, WeightError
 from fxoffload.facts import Facts, NodeFacts, Weight
 from fxoffload.hostalias import is_weight, placeholder_source
+from fxoffload.memo import Memo
 from fxoffload.names import dotted_name
 
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
@@ -82,12 +83,16 @@ class _Reader(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.counts: dict[str, tuple[sympy.Expr, sympy.Expr]] = {}
+        self._memo = Memo()
 
     def run_node(self, n: fx.Node) -> Any:
-        with _Counter() as counter:
-            value = super().run_node(n)
+        def run() -> tuple[Any, tuple[sympy.Expr, sympy.Expr]]:
+            with _Counter() as counter:
+                value = super(_Reader, self).run_node(n)
+            return value, (counter.flops, counter.touched)
+
+        value, self.counts[n.name] = self._memo.run(n, [self.env[source] for source in n.all_input_nodes], run)
         n.meta["val"] = value
-        self.counts[n.name] = (counter.flops, counter.touched)
         return value
 
 

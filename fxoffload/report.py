@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.cost import Costs
 from fxoffload.curve import POINTS, Curve, Landmarks, Study, find_curve, find_landmarks
 from fxoffload.engine import device_memory, find_engine
-from fxoffload.errors import ConfigError
+from fxoffload.errors import ConfigError, OffloadError
 from fxoffload.facts import Facts
 from fxoffload.html import explanation_html
 from fxoffload.machine import Machine
@@ -39,6 +40,7 @@ from fxoffload.words import landmarks_table, sentences
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_WIDTH = 120
 _PLANNING = frozenset(
     {
         "memory_budget", "async_transfer", "transfer_buckets", "persistent_buckets", "persistent_bins", "prefetch_limit",
@@ -48,7 +50,7 @@ _PLANNING = frozenset(
 """Settings under which a graph that was traced can be planned again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
     """One graph of a model, with the plan for it. Prints as tables and sentences. Times are predicted, in milliseconds."""
 
@@ -119,9 +121,9 @@ class Explanation:
     def head(self) -> str:
         """The model and the machine, in two lines."""
         blocks = len({segment.block for segment in self.blocks.segments if segment.block})
-        flops = self.facts.value(sum(price.flops for price in self.prices))
+        tflop = self.facts.value(sum(price.flops for price in self.prices)) / 1e12
         return (
-            f"{self.name}  {show_size(sum(b.nbytes for b in self.costs.buckets))} of weights  {flops / 1e12:.3g} TFLOP a forward  "
+            f"{self.name}  {show_size(sum(b.nbytes for b in self.costs.buckets))} of weights  {tflop:.3g} TFLOP a forward  "
             f"{blocks} blocks in {len(self.costs.segments)} segments, {len(self.costs.buckets)} buckets\n{self.machine}"
         )
 
@@ -152,9 +154,14 @@ class Explanation:
 
     def __str__(self) -> str:
         table = landmarks_table(self.landmarks, self.plan.compute_ms)
-        parts = [self.head, plan_table(self.plan, self.costs), "\n".join(self.words), table]
+        words = "\n".join(textwrap.fill(sentence, _WIDTH, subsequent_indent="  ") for sentence in self.words)
+        parts = [self.head, plan_table(self.plan, self.costs), words, table]
         parts += [f"also, a graph that ran before:\n{plan_table(other.plan)}" for other in self.others]
         return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        return f"<Explanation {self.name}: budget {show_size(plan.budget_nbytes)}, step {plan.step_ms:.4g} ms; print it>"
 
     def _repr_html_(self) -> str:
         return explanation_html(
@@ -186,12 +193,12 @@ class Explanation:
 def explain(model: Any, *inputs: Any, machine: Machine | None = None, dynamic: bool | None = None, **options: Any) -> Explanation:
     """Explain the plan of a model: a module, its compiled wrapper, or a handle.
 
-    Without `inputs`: its plan as it runs, or, with `options` of planning such as `memory_budget`, the one it would have with them.
+    Without `inputs`: its plan as it runs, or, with `options` of planning such as `memory_budget`, the one it would have then.
 
-    With `inputs`, the arguments of one call (a dict at the end: keyword arguments): traces that call and plans it, without compiling or
-    running anything, and without changing the model. Weights and inputs may be on the meta device. `options` are the fields of
-    `OffloadConfig`, by default those that the model was compiled with; `machine` takes the place of the one that is here, which then
-    need not have an accelerator; `dynamic` as in `torch.compile`.
+    With `inputs`, the arguments of one call (a dict at the end: keyword arguments): traces that call and plans it, without
+    compiling or running anything, and without changing the model. Weights and inputs may be on the meta device. `options` are the
+    fields of `OffloadConfig`, by default those that the model was compiled with; `machine` takes the place of the one that is
+    here, which then need not have an accelerator; `dynamic` as in `torch.compile`.
 
     Raises OffloadError for a model that has not run where there are no inputs, and for what cannot be offloaded; BudgetError for
     a budget that is too small, with the smallest that works.
@@ -213,7 +220,10 @@ def _explain_run(model: Any, machine: Machine | None, options: Mapping[str, Any]
     name = type(api.module_of(model)).__name__
     for word in sorted({*options, *(["machine"] if machine is not None else [])} - _PLANNING):
         raise ConfigError(f"report: {word}: it takes another trace of the model; give the inputs of one call, too")
-    api.get_plan(model)  # Raises where nothing ran.
+    try:
+        api.get_plan(model)
+    except OffloadError as error:
+        raise OffloadError(f"{error}, or give fxoffload.explain the inputs of one call") from error
     found = [_explain_binding(name, binding, options) for binding in api.bindings_of(model)]
     return dataclasses.replace(found[-1], others=tuple(found[:-1]))
 
@@ -222,7 +232,7 @@ def _explain_binding(name: str, binding: Binding, options: Mapping[str, Any]) ->
     program, plan = binding.program, binding.plan
     assert plan is not None
     if options:
-        config = OffloadConfig.from_options(_fields(program.config) | options)
+        config = OffloadConfig.from_options({**_fields(program.config), **options})
         program = dataclasses.replace(program, config=config)
         budget_nbytes = _budget_nbytes(config) if "memory_budget" in options else plan.budget_nbytes
         plan = make_plan(binding.costs, budget_nbytes, program.knobs, activation_nbytes=binding.activation_nbytes)
@@ -238,7 +248,7 @@ def _config(module: torch.nn.Module, options: Mapping[str, Any]) -> OffloadConfi
     budget = api.engine_of(module).budget
     if budget is not None:
         known["memory_budget"] = budget.memory_budget
-    return OffloadConfig.from_options(known | options)
+    return OffloadConfig.from_options({**known, **options})
 
 
 def _fields(config: OffloadConfig) -> dict[str, Any]:
@@ -263,7 +273,7 @@ def _budget_nbytes(config: OffloadConfig) -> int:
         device = available_device(config.onload_device)
     except ConfigError as error:
         raise ConfigError(
-            f"report: memory_budget: {budget!r} depends on the memory of {str(config.onload_device)!r}, which is not available here; "
-            "give a size such as '8GiB'"
+            f"report: memory_budget: {budget!r} depends on the memory of {str(config.onload_device)!r}, which is not available "
+            "here; give a size such as '8GiB'"
         ) from error
     return resolve_budget(config, *device_memory(device))

@@ -21,8 +21,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
 
-from fxoffload.offsets import STRATEGIES, Layout, Strategy, better, lay_out, least_score_ms, pooled_score_ms
-from fxoffload.stream import Problem
+from fxoffload.offsets import MANY_LOADS, Layout, Strategy, better, lay_out, least_score_ms, pooled_score_ms
+from fxoffload.stream import ALIGN, Problem
 
 Ranked = tuple[float, frozenset[int]]
 """The score in a pool, and the residents."""
@@ -40,7 +40,6 @@ _STARTS = 6
 _FOUND = 32
 """Sets that the search of `_rank` hands on, besides the candidates."""
 _MOST_PLACED = 128
-_MANY_LOADS = 64
 _LAYOUT_EFFORT = 5
 """A layout takes as long as so many prices."""
 _NEARBY = 4
@@ -169,9 +168,9 @@ def _improve(problem: Problem, weight_nbytes: int, always: frozenset[int], best:
     return better(best, found) or best
 
 
-def _worth_trying(best: Layout) -> tuple[Strategy, ...]:
+def _worth_trying(best: Layout) -> tuple[Strategy, ...] | None:
     """For many loads a layout takes milliseconds, and the strategy of the best one so far nearly always wins again."""
-    return STRATEGIES if len(best.stream) <= _MANY_LOADS else (best.strategy,)
+    return None if len(best.stream) <= MANY_LOADS else (best.strategy,)
 
 
 def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int], rotations: int = _ROTATIONS) -> Layout | None:
@@ -179,13 +178,13 @@ def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int]
     best: Layout | None = None
     cap = weight_nbytes - problem.size(residents)
     least = max(problem.needed_nbytes(residents), default=0)
-    sizes = [size for size in (int(least * factor) for factor in _STAGING) if size < cap]
+    sizes = [size for size in (int(least * factor) // ALIGN * ALIGN for factor in _STAGING) if size < cap]
     floor_ms = pooled_score_ms(problem, residents, cap)
     for cuts in dict.fromkeys((1, rotations)):
         for staging_nbytes in [*sizes, cap]:
             if best is not None and best.score_ms <= floor_ms * _PROVED:
                 return best
-            strategies = STRATEGIES if best is None or cuts < rotations else _worth_trying(best)
+            strategies = None if best is None or cuts < rotations else _worth_trying(best)
             found = lay_out(problem, residents, staging_nbytes, strategies=strategies, rotations=cuts, polish=cuts > 1)
             best = better(best, found)
     return best

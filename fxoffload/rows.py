@@ -53,8 +53,9 @@ def split_rows(
         else:
             inputs.append(real)
             sources.append(Source(position))
-    gm.graph.lint()
-    gm.recompile()
+    if large:
+        gm.graph.lint()
+        gm.recompile()
     return inputs, sources
 
 

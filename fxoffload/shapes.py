@@ -1,16 +1,14 @@
 """Inputs of one call for the model families that are known, in the shapes that their pipelines use.
 
-| class | inputs | defaults |
-|---|---|---|
-| `FluxTransformer2DModel`, `Flux2Transformer2DModel` | packed latents `[B, H/16 * W/16, in_channels]`, text `[B, T, joint_attention_dim]` | 1024 x 1024, T = 512 |
-| `QwenImageTransformer2DModel` | packed latents `[B, H/16 * W/16, in_channels]`, text `[B, T, joint_attention_dim]` | 1328 x 1328, T = 512 |
-| `SD3Transformer2DModel` | latents `[B, in_channels, H/8, W/8]`, text `[B, T, joint_attention_dim]` | 1024 x 1024, T = 333 |
-| `WanTransformer3DModel` | latents `[B, in_channels, (F-1)/4 + 1, H/8, W/8]`, text `[B, T, text_dim]` | 832 x 480, F = 81, T = 512 |
-| `LTXVideoTransformer3DModel` | latents `[B, ((F-1)/8 + 1) * H/32 * W/32, in_channels]`, text `[B, T, caption_channels]` | 704 x 480, F = 161, T = 128 |
-| text models of transformers | token ids `[B, T]` | T = 512 for encoders, 2048 for `...ForCausalLM` |
+    FLUX, FLUX.2   latents [B, H/16 * W/16, in_channels]                        text [B, T, joint_attention_dim]  T = 512
+    Qwen-Image     latents [B, H/16 * W/16, in_channels]                        text [B, T, joint_attention_dim]  T = 512
+    SD3            latents [B, in_channels, H/8, W/8]                           text [B, T, joint_attention_dim]  T = 333
+    Wan            latents [B, in_channels, (F-1)/4 + 1, H/8, W/8]              text [B, T, text_dim]             T = 512
+    LTX            latents [B, ((F-1)/8 + 1) * H/32 * W/32, in_channels]        text [B, T, caption_channels]     T = 128
+    text models    token ids [B, T]                                       T = 512, and 2048 for `...ForCausalLM`
 
-with batch B, height H and width W in pixels, F frames and T text tokens. Shapes are the sources' own: the `prepare_latents` and
-`encode_prompt` of the diffusers pipeline of each model.
+with batch B, height H and width W in pixels (1024 x 1024; Qwen-Image 1328 x 1328; Wan 480 x 832, LTX 480 x 704), F frames (Wan
+81, LTX 161) and T text tokens. Source: `prepare_latents` and `encode_prompt` of the diffusers pipeline of each model.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def example_inputs(
     tokens: int | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Keyword arguments of one call of `model`, shaped as the table above says: random values on `device`, none on the meta device.
+    """Keyword arguments of one call of `model`, in the shapes of this module's table: random values, or none on the meta device.
 
     Floating-point inputs have the dtype of the model's first floating-point parameter. Raises ConfigError for a class that is not
     known, and for sizes that do not divide into latents.
@@ -64,8 +62,8 @@ def example_inputs(
     maker = _MAKERS.get(name) or (_text if _is_text(model) else None)
     if maker is None:
         raise ConfigError(
-            f"shapes: {name}: the inputs of this class are not known; known are {', '.join(sorted(_MAKERS))} and the text models of "
-            "transformers; in Python, give inputs of your own: fxoffload.explain(model, *inputs, machine=fxoffload.Machine.nominal())"
+            f"shapes: {name}: the inputs of this class are not known; known are {', '.join(sorted(_MAKERS))} and the text models "
+            "of transformers; in Python, give your own: fxoffload.explain(model, *inputs, machine=fxoffload.Machine.nominal())"
         )
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
     return maker(model, Sizes(batch, height, width, frames, tokens), _Values(torch.device(device), dtype, seed))

@@ -33,7 +33,7 @@ _IN_PLACE = frozenset(
 def sink_views(gm: fx.GraphModule, weights: set[fx.Node]) -> None:
     """Give every reader of a view of a weight a view of its own, and the graph's outputs copies. Changes `gm`."""
     storages = {_storage(value) for node in weights if isinstance(value := node.meta.get("example_value"), torch.Tensor)}
-    storages -= {storage for node in gm.graph.nodes if _is_in_place(node) for storage in _storages(node.all_input_nodes[:1])}
+    storages -= {storage for node in gm.graph.nodes if is_in_place(node) for storage in _storages(node.all_input_nodes[:1])}
     views = {node for node in gm.graph.nodes if _is_view(node, storages)}
     readers = _last_readers(gm, views, storages)
     output = gm.graph.output_node()
@@ -51,7 +51,8 @@ def sink_views(gm: fx.GraphModule, weights: set[fx.Node]) -> None:
             gm.graph.erase_node(node)
 
 
-def _is_in_place(node: fx.Node) -> bool:
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a node writes to one of its operands, as far as its name tells."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -59,7 +60,7 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node, storages: set[int]) -> bool:
-    if node.op not in ("call_function", "call_method") or _is_in_place(node):
+    if node.op not in ("call_function", "call_method") or is_in_place(node):
         return False
     found = _storages([node])
     return bool(found) and found <= storages

@@ -8,6 +8,8 @@ from fxoffload.show import table
 from fxoffload.sizes import format_size, show_size
 
 _NEGLIGIBLE = FREE - 1
+_IN_TURN = 1.1
+"""A step this many times longer than both its copies and its compute time overlaps them badly."""
 
 
 def show_ms(ms: float) -> str:
@@ -37,6 +39,8 @@ def bound_sentence(study: Study, plan: Plan) -> str:
         return f"Copies and computation take turns, because async_transfer is off: {numbers}."
     if plan.stall_ms <= _NEGLIGIBLE * plan.compute_ms:
         return f"Compute bounds the step: {numbers}, and the copies hide behind it."
+    if plan.step_ms > _IN_TURN * max(copies_ms, plan.compute_ms):
+        return f"The budget bounds the step: {numbers}, and with so little room much of that happens in turn; {stall}."
     if copies_ms >= plan.compute_ms:
         return f"The link bounds the step: {numbers}; {stall}."
     return (

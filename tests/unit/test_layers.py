@@ -17,7 +17,7 @@ LAYERS = [
     ["errors", "sizes", "debug", "names", "ops"],
     ["config", "budget"],
     ["facts", "machine"],
-    ["hostalias", "owner", "select", "edits", "calibrate"],
+    ["hostalias", "owner", "select", "edits", "calibrate", "metamodel", "shapes"],
     ["read", "sink"],
     ["blocks"],
     ["buckets", "split"],
@@ -32,7 +32,7 @@ LAYERS = [
     ["staged", "pack", "engine", "binding", "dispatch"],
     ["backend"],
     ["analysis", "handle", "eager", "pipelines", "api", "draw", "measure", "report"],
-    ["demo", "cli"],
+    ["demo", "plancmd", "cli"],
     ["__init__", "__main__"],
 ]
 WITHOUT_TORCH = [

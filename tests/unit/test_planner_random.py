@@ -59,7 +59,10 @@ def test_no_overlap_issues_at_the_use(costs: Costs, knobs: Knobs, extra_nbytes: 
     assert plan.step_ms == pytest.approx(plan.compute_ms + sum(copy_ms[load.bucket] for load in plan.loads))
 
 
-def slowdowns(costs: Costs, budgets: Sequence[int], knobs: Knobs = Knobs()) -> list[tuple[int, float]]:
+AUTO = Knobs()
+
+
+def slowdowns(costs: Costs, budgets: Sequence[int], knobs: Knobs = AUTO) -> list[tuple[int, float]]:
     """The budgets at which the step is more than 0.5% slower than at a smaller one, and by how much."""
     found: list[tuple[int, float]] = []
     best_ms = float("inf")
@@ -72,7 +75,7 @@ def slowdowns(costs: Costs, budgets: Sequence[int], knobs: Knobs = Knobs()) -> l
     return found
 
 
-def budgets_of(costs: Costs, knobs: Knobs = Knobs(), count: int = 24) -> list[int]:
+def budgets_of(costs: Costs, knobs: Knobs = AUTO, count: int = 24) -> list[int]:
     """From the smallest that works to where everything fits."""
     smallest = smallest_budget(costs, knobs)
     activations = max(segment.activation_nbytes for segment in costs.segments)
@@ -80,13 +83,13 @@ def budgets_of(costs: Costs, knobs: Knobs = Knobs(), count: int = 24) -> list[in
     return [smallest + (largest - smallest) * i // (count - 1) for i in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_more_budget_is_never_slower(seed: int):
-    costs = uneven_chain(seed, 6 + seed)
+    costs = uneven_chain(seed, 6 + 2 * seed)
     assert slowdowns(costs, budgets_of(costs)) == []
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_more_budget_is_never_slower_with_shared_buckets(seed: int):
     costs = tied_chain(seed)
     assert slowdowns(costs, budgets_of(costs)) == []
@@ -94,15 +97,16 @@ def test_more_budget_is_never_slower_with_shared_buckets(seed: int):
 
 @pytest.mark.parametrize("costs", [small_flux(), mini_lm(), flux(1, doubles=2, singles=4)], ids=["flux", "lm", "blocks"])
 def test_more_budget_is_never_slower_for_small_models(costs: Costs):
-    assert slowdowns(costs, budgets_of(costs, count=60)) == []
+    assert slowdowns(costs, budgets_of(costs)) == []
 
 
-@pytest.mark.parametrize(("batch", "largest"), [(1, 18), (3, 8)])
-def test_more_budget_is_never_slower_for_flux(batch: int, largest: int):
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "largest", "count"), [(1, 18, 24), (3, 8, 12)])
+def test_more_budget_is_never_slower_for_flux(batch: int, largest: int, count: int):
     """To where the link keeps up."""
     costs = flux(batch)
     smallest = smallest_budget(costs)
-    assert slowdowns(costs, [smallest + (largest * GIB - smallest) * i // 23 for i in range(24)]) == []
+    assert slowdowns(costs, [smallest + (largest * GIB - smallest) * i // (count - 1) for i in range(count)]) == []
 
 
 @pytest.mark.parametrize(
