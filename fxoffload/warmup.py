@@ -24,7 +24,7 @@ from fxoffload.sizes import show_size
 
 FORWARDS = 3
 WATCHED = 6
-SLACK_NBYTES = 32 << 20
+SLACK_NBYTES = 48 << 20
 """The allocator holds pieces of 20 MiB, which fall otherwise at other addresses."""
 
 
@@ -69,7 +69,7 @@ class Warmup:
         measured = self._held_nbytes()
         logger.info("warmup: a forward takes %s besides the arena, estimated %s", show_size(measured), show_size(estimate_nbytes))
         # Below a few of the allocator's pieces the measure tells little.
-        return max(measured + SLACK_NBYTES, min(estimate_nbytes, 3 * SLACK_NBYTES))
+        return max(measured + measured // 64 + SLACK_NBYTES, min(estimate_nbytes, 3 * SLACK_NBYTES))
 
     def watch(self) -> None:
         """Watch the next forwards again: they have other sizes."""

@@ -8,7 +8,7 @@ from fxoffload.show import table
 from fxoffload.sizes import format_size, show_size
 
 _NEGLIGIBLE = FREE - 1
-_IN_TURN = 1.1
+_IN_TURN = 1.25
 """A step this many times longer than both its copies and its compute time overlaps them badly."""
 
 

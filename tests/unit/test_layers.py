@@ -18,7 +18,7 @@ LAYERS = [
     ["config", "budget"],
     ["facts", "machine"],
     ["hostalias", "owner", "select", "edits", "calibrate", "metamodel", "shapes"],
-    ["read", "sink"],
+    ["memo", "read", "sink"],
     ["blocks"],
     ["buckets", "split"],
     ["cost"],
