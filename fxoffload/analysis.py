@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,8 @@ def trace(
     except _Stop:
         pass
     except TorchDynamoException as error:
-        what = str(error).strip().splitlines()[0]
+        found = re.search(r"\bgot (\w+Error\(.*\))$", str(error), re.MULTILINE)
+        what = f"{str(error).strip().splitlines()[0]}{': ' + found[1] if found else ''}"
         raise OffloadError(
             f"analysis: {type(model).__name__}: with these inputs it does not trace as one graph ({what}); compile and run it, "
             "then call fxoffload.explain(model) without inputs, which shows every graph"

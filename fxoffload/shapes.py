@@ -14,6 +14,7 @@ with batch B, height H and width W in pixels (1024 x 1024; Qwen-Image 1328 x 132
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def example_inputs(
 ) -> Inputs:
     """Keyword arguments of one call of `model`, in the shapes of this module's table: random values, or none on the meta device.
 
-    Floating-point inputs have the dtype of the model's first floating-point parameter. Raises ConfigError for a class that is not
+    Floating-point inputs have the dtype of most of the model's weights. Raises ConfigError for a class that is not
     known, and for sizes that do not divide into latents.
     """
     name = type(model).__name__
@@ -65,8 +66,17 @@ def example_inputs(
             f"shapes: {name}: the inputs of this class are not known; known are {', '.join(sorted(_MAKERS))} and the text models "
             "of transformers; in Python, give your own: fxoffload.explain(model, *inputs, machine=fxoffload.Machine.nominal())"
         )
-    dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
-    return maker(model, Sizes(batch, height, width, frames, tokens), _Values(torch.device(device), dtype, seed))
+    sizes = Sizes(batch, height, width, frames, tokens)
+    return maker(model, sizes, _Values(torch.device(device), _dtype_of(model), seed))
+
+
+def _dtype_of(model: torch.nn.Module) -> torch.dtype:
+    """Of most elements, because models keep some small parts in float32."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.dtype.is_floating_point:
+            counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 class _Values:

@@ -141,6 +141,8 @@ def test_parts_that_a_class_keeps_in_float32(tmp_path: Path) -> None:
     by_dtype = {str(p.dtype): name for name, p in model.named_parameters()}
     assert set(by_dtype) == {"torch.float32", "torch.bfloat16"}
     assert dict(model.named_parameters())["scale_shift_table"].dtype == torch.float32
+    inputs = shapes.example_inputs(model, height=32, width=32, frames=5, tokens=4)
+    fxoffload.explain(model, inputs, machine=Machine.nominal(), memory_budget="1GiB")
 
 
 def test_a_config_without_architectures(tmp_path: Path) -> None:

@@ -356,6 +356,12 @@ def test_a_model_that_is_not_one_graph() -> None:
     assert text.endswith("); compile and run it, then call fxoffload.explain(model) without inputs, which shows every graph")
 
 
+def test_a_call_that_fails() -> None:
+    text = refusal_of(OffloadError, rows(0, 8), machine=NOMINAL, memory_budget="1MiB")
+    assert "does not trace as one graph (RuntimeError when making fake tensor call: RuntimeError(" in text
+    assert "must have same reduction dim, but got [3, 8] X [16, 16]" in text
+
+
 def test_a_meta_model_does_not_run() -> None:
     with pytest.raises(WeightError, match="is on the meta device and has no bytes; load it before the first call"):
         run(meta_toy(), rows(0, 64, 32).to("meta"))
