@@ -5,7 +5,7 @@ the state that the plan begins with if it is not, and runs the generated top lev
 call finds out from `engine.current`, which is set only while the arena is in the end state of a finished forward.
 
 On an accelerator the first forwards run with the least staging that works, and the plan for the whole budget is made with what
-they show (`warmup`).
+they show (`warmup`), unless everything fits with room to spare.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fxoffload.staged import Staged
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
 from fxoffload.verify import check_plan
-from fxoffload.warmup import Warmup
+from fxoffload.warmup import AMPLE_NBYTES, Warmup
 
 
 class Binding:
@@ -155,13 +155,18 @@ class Binding:
     def replan(self) -> None:
         """Plan for the engine's budget as it is now; take effect at the next call."""
         budget = self.engine.budget_nbytes(self.program.config)
-        if not self._warmup.done:
-            smallest = self.smallest_budget()
-            if smallest > budget:
-                self.decide(budget)
-            self.adopt(self.decide(min(budget, smallest)))
-        else:
+        if self._warmup.done or self._fits_amply(budget):
             self.adopt(self.decide(budget))
+            return
+        smallest = self.smallest_budget()
+        if smallest > budget:
+            self.decide(budget)
+        self.adopt(self.decide(min(budget, smallest)))
+
+    def _fits_amply(self, budget_nbytes: int) -> bool:
+        """Whether everything stays resident even if activations are twice the estimate: then nothing need be measured first."""
+        weights = sum(bucket.nbytes for bucket in self.costs.buckets)
+        return weights + 2 * self.activation_nbytes + AMPLE_NBYTES <= budget_nbytes
 
     def _resize(self) -> None:
         """Price the sizes of this call; keep the plan if it still fits and a fresh one would not be worth it."""

@@ -26,6 +26,8 @@ FORWARDS = 3
 WATCHED = 6
 SLACK_NBYTES = 48 << 20
 """The allocator holds pieces of 20 MiB, which fall otherwise at other addresses."""
+AMPLE_NBYTES = 256 << 20
+"""What kernels may take while they are tuned, beyond twice the activations."""
 
 
 class Warmup:

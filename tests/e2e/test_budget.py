@@ -1,4 +1,4 @@
-"""One budget for several models, and other sizes of one graph."""
+"""One budget for several models, other sizes of one graph, and the plan of the first forwards."""
 
 from __future__ import annotations
 
@@ -104,3 +104,18 @@ def test_a_size_that_leaves_too_little_is_an_error_before_the_run() -> None:
         fxoffload.set_memory_budget(model, caught.value.smallest_nbytes)
         x = torch.randn(4096, 16)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize(("budget", "all_at_once"), [("1GiB", True), ("40KiB", False)])
+def test_the_first_forward_streams_only_where_memory_may_be_short(budget: str, all_at_once: bool) -> None:
+    model = toy(4)
+    options = {"onload_device": "cpu", "segment_compiler": "eager", "memory_budget": budget, "profile": True}
+    compiled = torch.compile(model, backend=fxoffload.layerwise, fullgraph=True, options=options)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(rows(0)), model(rows(0)))
+        (binding,) = api.bindings_of(model)
+        total = sum(bucket.nbytes for bucket in binding.costs.buckets)
+        assert (fxoffload.stats(model).nbytes_arena == total) is all_at_once
+        for k in range(1, 4):
+            torch.testing.assert_close(compiled(rows(k)), model(rows(k)))
+        assert fxoffload.stats(model).nbytes_arena == fxoffload.get_plan(model).arena_nbytes
