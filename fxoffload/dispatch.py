@@ -59,8 +59,9 @@ def place(program: Program, args: Any) -> tuple[Engine, dict[int, torch.Tensor],
 
 def _take_places(engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
     """A parameter that was replaced by another, or swapped with one, moves into the bytes of its name: plans stay as they are."""
-    pairs = [(engine.store.replaced(names[i], tensor), tensor) for i, tensor in tensors.items()]
-    moved = [(packed, tensor) for packed, tensor in pairs if packed is not None]
+    by_name = engine.store.by_name()
+    pairs = [(by_name.get(names[i]), tensor) for i, tensor in tensors.items()]
+    moved = [(packed, t) for packed, t in pairs if packed is not None and packed.tensor() is not t and packed.is_like(t)]
     if moved:
         engine.store.rebind([packed for packed, _ in moved], [tensor for _, tensor in moved])
         engine.adopt([tensor for _, tensor in moved])

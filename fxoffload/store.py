@@ -94,6 +94,7 @@ class HostStore:
     """Buckets of one model. `device`: the accelerator that copies from here; memory is pinned for CUDA only."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pin = device.type == "cuda"
         self._warned = False
         self._regions: list[Region] = []
@@ -134,12 +135,9 @@ class HostStore:
                 self.buckets.pop(bucket.name, None)
             self._release([r for r in self._regions if any(b.region is r for b in buckets)])
 
-    def replaced(self, name: str, tensor: torch.Tensor) -> HostTensor | None:
-        """The packed tensor of this name and layout whose place `tensor` has taken, or None."""
-        for packed in self._tensors.values():
-            if packed.name == name and packed.tensor() is not tensor:
-                return packed if packed.is_like(tensor) else None
-        return None
+    def by_name(self) -> dict[str, HostTensor]:
+        """Every packed tensor by its qualified name."""
+        return {packed.name: packed for packed in self._tensors.values()}
 
     def pack(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> HostBucket:
         """Move (name, tensor) pairs into one new bucket; together they must have bytes. Tensors on a device come to the host."""
@@ -193,6 +191,7 @@ class HostStore:
 
         Serves a replaced parameter, a swap of two, and `param.data = other`. All values are read before any is written.
         """
+        self._finish_copies()
         values = [elements(t.detach()).clone() for t in tensors]
         for place in packed:
             former = place.tensor()
@@ -214,7 +213,14 @@ class HostStore:
         self.buckets.clear()
         self._tensors.clear()
 
+    def _finish_copies(self) -> None:
+        """Copies that are queued on the device still read host memory; wait for them before it changes or goes."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
     def _release(self, regions: Sequence[Region]) -> None:
+        if regions:
+            self._finish_copies()
         for region in regions:
             if region.pinned:
                 cudart: Any = torch.cuda.cudart()

@@ -195,7 +195,9 @@ class _Refusing:
 
 def test_a_refusal_to_pin_is_one_warning_and_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Refusing(2 * 4096)
+    waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     host = HostStore(torch.device("cuda"))
     named = weights(*[(100,)] * 4)
     with pytest.warns(OffloadWarning, match=r"^store: b2: the driver refused to pin 512 B of host memory") as caught:
@@ -204,5 +206,6 @@ def test_a_refusal_to_pin_is_one_warning_and_pageable_memory(monkeypatch: pytest
     assert host.pinned_nbytes == 2 * 512
     addresses = [b.flat.data_ptr() for b in list(host.buckets.values())[:2]]
     host.close()
+    assert waited == [torch.device("cuda")], "queued copies read host memory until they are done"
     assert driver.unpinned == addresses
     assert all(p.sum() > 0 for _, p in named)
