@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from fxoffload.cost import BucketCost, Costs, SegmentCost
 from fxoffload.plan import Plan
 from fxoffload.planner import Knobs, make_plan
 from fxoffload.verify import check_plan
+from tests.replay.save_models import text
 from tests.unit.planner_cases import GIB, UNIT, equal_chain, flux
 
 REPLAY = Path(__file__).parents[1] / "replay"
+MODELS = REPLAY / "models"
 
 
 def tied_costs() -> Costs:
@@ -66,17 +67,35 @@ def test_saved_plans_do_not_change(name: str):
             "plan": plan,
         }
         path.parent.mkdir(exist_ok=True)
-        # One line for each segment, bucket and load, so that a diff can be read.
-        path.write_text(re.sub(r"\n {4,}|\n {3}(?=[}\]])", " ", json.dumps(case, indent=1)) + "\n")
-    costs, budget_nbytes, knobs, expected = read_case(path)
+        path.write_text(text(case))
+    costs, budget_nbytes, knobs, _ = read_case(path)
     assert (costs, budget_nbytes, knobs) == SAVED[name]
+    plan_again(path)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.json")))
+def test_saved_plans_of_real_models_do_not_change(name: str):
+    """Models of real size, traced by `tests/replay/save_models.py`; with EXPECTTEST_ACCEPT=1 only the plan is made anew."""
+    path = MODELS / f"{name}.json"
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        costs, budget_nbytes, knobs, _ = read_case(path)
+        data = json.loads(path.read_text())
+        path.write_text(text({**data, "plan": as_json(make_plan(costs, budget_nbytes, knobs))}))
+    plan = plan_again(path)
+    assert plan.step_ms <= 1.05 * plan.bound_ms
+
+
+def plan_again(path: Path) -> Plan:
+    costs, budget_nbytes, knobs, expected = read_case(path)
     plan = make_plan(costs, budget_nbytes, knobs)
     check_plan(plan, costs)
     found = as_json(plan)
     for times in ("compute_ms", "step_ms", "bound_ms"):
         assert found.pop(times) == pytest.approx(expected.pop(times), rel=1e-9)
     assert found == expected
+    return plan
 
 
 def test_there_is_no_saved_plan_without_a_case():
     assert {path.stem for path in REPLAY.glob("*.json")} == set(SAVED)
+    assert len(list(MODELS.glob("*.json"))) >= 7
