@@ -208,7 +208,8 @@ class Binding:
         inputs = [args[position] for position, _, _ in self.program.inputs]
         shared = engine.shared_budget(self.program.config)
         with engine.lock, shared.lock if shared is not None else nullcontext():
-            self._see_edits([args[i] for i, _ in self._checked])
+            tensors = [args[i] for i, _ in self._checked]
+            self._see_edits(tensors)
             if self._sizes.changed(args):
                 self._resize()
             if self.plan is None:
@@ -229,7 +230,7 @@ class Binding:
             try:
                 outputs = staged.top.forward(*inputs)
             finally:
-                self._write_back(staged, [args[i] for i, _ in self._checked])
+                self._write_back(staged, tensors)
             engine.forwards += 1
             engine.current = self
             self._learn()

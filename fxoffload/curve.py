@@ -16,11 +16,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fxoffload.buckets import ALIGNMENT, align
 from fxoffload.cost import Costs
 from fxoffload.plan import Plan
 from fxoffload.planner import Knobs, make_plan, smallest_budget
 from fxoffload.sizes import GIB
-from fxoffload.stream import ALIGN, align
 from fxoffload.timeline import windowed_bound
 
 FREE = 1.01
@@ -111,7 +111,7 @@ class Study:
         return _plan(self, budget_nbytes)
 
     def bound_ms(self, budget_nbytes: int) -> float:
-        return windowed_bound(self.costs, (budget_nbytes - self.activation_nbytes) // ALIGN * ALIGN)
+        return windowed_bound(self.costs, (budget_nbytes - self.activation_nbytes) // ALIGNMENT * ALIGNMENT)
 
     def naive_ms(self, budget_nbytes: int) -> float:
         streamed = self.everything_nbytes - budget_nbytes

@@ -7,9 +7,6 @@ storages included) gets results of the same layout, which alias its own operands
 Not for nodes that write in place, for symbolic sizes, or for results that are no plain tensors: those are run.
 """
 
-# Private names of torch: storage identity. Checked on torch 2.11 and 2.13.
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import operator
@@ -22,6 +19,7 @@ import torch.fx as fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxoffload.sink import is_in_place
+from fxoffload.storages import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +62,6 @@ class Memo:
         return value, counts
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _key(node: fx.Node, operands: Sequence[Any]) -> Any:
     """Equal for nodes with equal values up to storages, or None where that is not known."""
     if node.op not in ("call_function", "call_method") or node.target is operator.getitem or is_in_place(node) or not operands:
@@ -77,7 +71,7 @@ def _key(node: fx.Node, operands: Sequence[Any]) -> Any:
     for value in operands:
         if not isinstance(value, torch.Tensor) or value.is_complex() or not _is_static(value):
             return None
-        shared = storages.setdefault(_storage(value), len(storages))
+        shared = storages.setdefault(storage_of(value), len(storages))
         layouts.append((tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype, value.device, shared))
     place = {n: i for i, n in enumerate(node.all_input_nodes)}
     constants = repr(fx.map_arg((node.args, node.kwargs), lambda n: f"%{place[n]}"))
@@ -89,17 +83,17 @@ def _is_static(tensor: torch.Tensor) -> bool:
 
 
 def _results(leaves: Sequence[Any], operands: Sequence[Any]) -> tuple[_Result, ...] | None:
-    source_of = {_storage(value): i for i, value in reversed(list(enumerate(operands)))}
+    source_of = {storage_of(value): i for i, value in reversed(list(enumerate(operands)))}
     fresh: set[int] = set()
     results: list[_Result] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.is_complex() or not _is_static(leaf):
             return None
-        source = source_of.get(_storage(leaf))
+        source = source_of.get(storage_of(leaf))
         if source is None:
-            if _storage(leaf) in fresh or leaf.storage_offset():
+            if storage_of(leaf) in fresh or leaf.storage_offset():
                 return None
-            fresh.add(_storage(leaf))
+            fresh.add(storage_of(leaf))
         elif operands[source].dtype != leaf.dtype:
             return None
         layout = (tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))

@@ -34,7 +34,9 @@ def pack_program(
             if engine.store.find(tensor) is None:
                 wanted.update((id(t), (name, t)) for name, t in sharing[id(tensor)])
         if any(t.numel() for _, t in wanted.values()):
-            _pack_bucket(program, engine, bucket.name, bucket.weights[0], list(wanted.values()))
+            position = source_of[bucket.weights[0]].position
+            rows = [s.rows for s in program.sources if s.position == position and s.rows is not None]
+            _pack_bucket(engine, bucket.name, list(wanted.values()), rows)
     engine.store.seconds += time.perf_counter() - start
     if moved:
         engine.log_takeover(sorted(map(str, moved)), fresh.values())
@@ -47,9 +49,8 @@ def pack_program(
     return found
 
 
-def _pack_bucket(program: Program, engine: Engine, name: str, placeholder: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    position = next(s for w, s in zip(program.facts.weights, program.sources, strict=True) if w.placeholder == placeholder)
-    rows = [s.rows for s in program.sources if s.position == position.position and s.rows is not None]
+def _pack_bucket(engine: Engine, name: str, tensors: list[tuple[str, torch.Tensor]], rows: list[tuple[int, int]]) -> None:
+    """Pack into one bucket, or, for a weight that was cut, into one for each of its `rows`."""
     if rows:
         engine.store.pack_rows(tensors, rows)
     else:

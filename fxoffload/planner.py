@@ -26,13 +26,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
+from fxoffload.buckets import ALIGNMENT, align
 from fxoffload.cost import Costs
 from fxoffload.errors import BudgetError
 from fxoffload.offsets import Layout, pooled_score_ms
 from fxoffload.plan import Load, Plan, Resident
 from fxoffload.residency import choose, choose_fixed, choose_unoverlapped
 from fxoffload.sizes import format_size, show_size
-from fxoffload.stream import ALIGN, Problem, align, earliest_positions
+from fxoffload.stream import Problem, earliest_positions
 from fxoffload.timeline import simulate, windowed_bound
 
 PREFETCH_LIMIT = 8
@@ -72,7 +73,7 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
     activations = _activations(costs, activation_nbytes)
     problem = _problem(costs, knobs)
     _check_budget(costs, problem, knobs, budget_nbytes, activations)
-    weight_nbytes = (budget_nbytes - activations) // ALIGN * ALIGN
+    weight_nbytes = (budget_nbytes - activations) // ALIGNMENT * ALIGNMENT
     layout = _choose(problem, knobs, weight_nbytes)
     assert layout is not None, (budget_nbytes, activations, knobs)
     plan = Plan(

@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 
-from fxoffload.blocks import Blocks, Segment
+from fxoffload.blocks import Blocks
 from fxoffload.cost import SegmentCost
 from fxoffload.facts import Facts, NodeFacts
 from fxoffload.machine import Machine
@@ -57,7 +57,7 @@ def price_function(prices: Sequence[SegmentPrice], symbols: Sequence[sympy.Symbo
     # Equal segments have equal expressions: each distinct one is evaluated once.
     distinct = list(dict.fromkeys(e for p in prices for e in (p.compute_ms, p.activation_nbytes)))
     place = {expression: i for i, expression in enumerate(distinct)}
-    evaluate: Any = sympy.lambdify(list(symbols), distinct, modules=[{"Max": max, "Min": min}, "math"])
+    evaluate = _function(symbols, distinct)
 
     def costs(*sizes: int) -> tuple[SegmentCost, ...]:
         values = evaluate(*sizes)
@@ -77,8 +77,8 @@ def knee(prices: Sequence[SegmentPrice], symbol: sympy.Symbol, copy_ms: float, h
     total: Any = sympy.Add(*[p.compute_ms for p in prices]).subs(others)
     if symbol not in total.free_symbols:
         return None
-    # Rooflines are piecewise: the pieces that hold at the solution are found by solving with each in turn.
-    at = sympy.lambdify(symbol, total, modules=[{"Max": max, "Min": min}, "math"])
+    # Rooflines are piecewise but grow with the size, so bisection finds the solution whichever piece holds there.
+    at = _function([symbol], total)
     low, high = 1, 2**31
     if at(high) < copy_ms:
         return None
@@ -86,6 +86,11 @@ def knee(prices: Sequence[SegmentPrice], symbol: sympy.Symbol, copy_ms: float, h
         middle = (low + high) // 2
         low, high = (low, middle) if at(middle) >= copy_ms else (middle + 1, high)
     return low
+
+
+def _function(symbols: Sequence[sympy.Symbol], expressions: Any) -> Any:
+    """A Python function of the symbols' values, in order."""
+    return sympy.lambdify(list(symbols), expressions, modules=[{"Max": max, "Min": min}, "math"])
 
 
 def _peak(facts: Facts, live: list[sympy.Expr]) -> sympy.Expr:
@@ -112,8 +117,8 @@ def _compute_ms(members: list[NodeFacts], sizes: Mapping[int, sympy.Expr], machi
 def _live_nbytes(facts: Facts, blocks: Blocks) -> dict[str, sympy.Expr]:
     """Bytes of all activations alive while each node runs."""
     segment_of = {name: i for i, s in enumerate(blocks.segments) for name in s.nodes}
-    end_of = _segment_ends(facts, blocks.segments)
     position = {n.name: i for i, n in enumerate(facts.nodes)}
+    end_of = [max(position[name] for name in segment.nodes) for segment in blocks.segments]
     last_node = len(facts.nodes) - 1
     last: dict[int, int] = {}
     born: dict[int, tuple[int, sympy.Expr]] = {}
@@ -138,8 +143,3 @@ def _live_nbytes(facts: Facts, blocks: Blocks) -> dict[str, sympy.Expr]:
         running = running + delta
         live[node.name] = running
     return live
-
-
-def _segment_ends(facts: Facts, segments: tuple[Segment, ...]) -> list[int]:
-    position = {n.name: i for i, n in enumerate(facts.nodes)}
-    return [max(position[name] for name in segment.nodes) for segment in segments]

@@ -34,6 +34,7 @@ from fxoffload.facts import Facts, NodeFacts, Weight
 from fxoffload.hostalias import is_weight, placeholder_source
 from fxoffload.memo import Memo
 from fxoffload.names import dotted_name
+from fxoffload.storages import storage_of
 
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
 _BATCH_NORM = (torch.nn.functional.batch_norm, torch.batch_norm)
@@ -94,10 +95,6 @@ class _Reader(fx.Interpreter):
         value, self.counts[n.name] = self._memo.run(n, [self.env[source] for source in n.all_input_nodes], run)
         n.meta["val"] = value
         return value
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -221,7 +218,7 @@ def _read_facts(
     with torch._dynamo.utils.preserve_rng_state(), torch.no_grad(), _fake_mode(), enable_python_dispatcher():
         reader.run(*fakes)
 
-    storage_of_weight = {_storage(f): n.name for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
+    storage_of_weight = {storage_of(f): n.name for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
     statistics = {a.name for n in gm.graph.nodes if _mutates_statistics(n) for a in n.all_input_nodes}
     weights = tuple(
         _weight(
@@ -235,7 +232,7 @@ def _read_facts(
         if node.name in weight_names
     )
     inputs = tuple(
-        (node.name, _storage(fake), _nbytes(fake))
+        (node.name, storage_of(fake), _nbytes(fake))
         for node, fake in zip(placeholders, fakes, strict=True)
         if isinstance(fake, torch.Tensor) and node.name not in weight_names
     )
@@ -250,7 +247,7 @@ def _read_facts(
         weights=weights,
         inputs=inputs,
         nodes=nodes,
-        outputs=tuple(sorted({_storage(t) for t in _tensors(outputs)} - set(storage_of_weight))),
+        outputs=tuple(sorted({storage_of(t) for t in _tensors(outputs)} - set(storage_of_weight))),
         output_weights=_output_weights(outputs, storage_of_weight, weights),
         symbols=_symbols(placeholders, example_inputs),
         hints=_hints(),
@@ -263,8 +260,8 @@ def _output_weights(
     by_name = {w.placeholder: w for w in weights}
     found: list[tuple[int, str, bool]] = []
     for i, value in enumerate(outputs):
-        if isinstance(value, torch.Tensor) and _storage(value) in storage_of_weight:
-            weight = by_name[storage_of_weight[_storage(value)]]
+        if isinstance(value, torch.Tensor) and storage_of(value) in storage_of_weight:
+            weight = by_name[storage_of_weight[storage_of(value)]]
             layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset(), str(value.dtype).removeprefix("torch."))
             found.append((i, weight.placeholder, weight.mutated and layout == (weight.shape, weight.stride, 0, weight.dtype)))
     return tuple(found)
@@ -311,8 +308,8 @@ def _node_facts(
     node: fx.Node, counts: tuple[sympy.Expr, sympy.Expr], storage_of_weight: dict[int, str], seen: set[int]
 ) -> NodeFacts:
     read_tensors = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))]
-    reads = {_storage(t) for t in read_tensors}
-    own = {_storage(t): t for t in _tensors(node.meta["val"])}
+    reads = {storage_of(t) for t in read_tensors}
+    own = {storage_of(t): t for t in _tensors(node.meta["val"])}
     allocates = tuple((storage, _nbytes(t)) for storage, t in own.items() if storage not in seen)
     seen.update(own)
     dtypes = [t.dtype for t in read_tensors if t.dtype.is_floating_point] or [t.dtype for t in own.values()]

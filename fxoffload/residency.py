@@ -21,8 +21,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
 
+from fxoffload.buckets import ALIGNMENT
 from fxoffload.offsets import MANY_LOADS, Layout, Strategy, better, lay_out, least_score_ms, pooled_score_ms
-from fxoffload.stream import ALIGN, Problem
+from fxoffload.stream import Problem
 
 Ranked = tuple[float, frozenset[int]]
 """The score in a pool, and the residents."""
@@ -178,7 +179,7 @@ def choose_fixed(problem: Problem, weight_nbytes: int, residents: frozenset[int]
     best: Layout | None = None
     cap = weight_nbytes - problem.size(residents)
     least = max(problem.needed_nbytes(residents), default=0)
-    sizes = [size for size in (int(least * factor) // ALIGN * ALIGN for factor in _STAGING) if size < cap]
+    sizes = [size for size in (int(least * factor) // ALIGNMENT * ALIGNMENT for factor in _STAGING) if size < cap]
     floor_ms = pooled_score_ms(problem, residents, cap)
     for cuts in dict.fromkeys((1, rotations)):
         for staging_nbytes in [*sizes, cap]:

@@ -10,9 +10,6 @@ A view that the model returns is copied right behind the last reader of its weig
 graph writes to are left alone, with all their views: they stay resident, and the order of what is done to them is its meaning.
 """
 
-# Private names of torch: storage identity. Checked on torch 2.11 and 2.13.
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import operator
@@ -23,6 +20,8 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
+from fxoffload.storages import storage_of
+
 _IN_PLACE = frozenset(
     getattr(operator, name)
     for name in dir(operator)
@@ -32,7 +31,7 @@ _IN_PLACE = frozenset(
 
 def sink_views(gm: fx.GraphModule, weights: set[fx.Node]) -> None:
     """Give every reader of a view of a weight a view of its own, and the graph's outputs copies. Changes `gm`."""
-    storages = {_storage(value) for node in weights if isinstance(value := node.meta.get("example_value"), torch.Tensor)}
+    storages = {storage_of(value) for node in weights if isinstance(value := node.meta.get("example_value"), torch.Tensor)}
     storages -= {storage for node in gm.graph.nodes if is_in_place(node) for storage in _storages(node.all_input_nodes[:1])}
     views = {node for node in gm.graph.nodes if _is_view(node, storages)}
     readers = _last_readers(gm, views, storages)
@@ -98,8 +97,4 @@ def _copy_before(graph: fx.Graph, view: fx.Node, user: fx.Node, views: set[fx.No
 
 def _storages(nodes: Sequence[fx.Node]) -> set[int]:
     values = [t for node in nodes for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
-    return {_storage(t) for t in values}
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return {storage_of(t) for t in values}

@@ -5,9 +5,6 @@ order in which they are produced (their consumers differ from block to block), a
 constants and the layout of its inputs, but no names and no storage offsets.
 """
 
-# Private names of torch: storage identity. Checked on torch 2.11 and 2.13.
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import hashlib
@@ -21,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxoffload.blocks import Blocks
 from fxoffload.facts import Facts
+from fxoffload.storages import storage_of
 
 
 def split_graph(gm: fx.GraphModule, blocks: Blocks) -> fx.GraphModule:
@@ -89,21 +87,17 @@ def crossing_weights(gm: fx.GraphModule, blocks: Blocks, facts: Facts) -> frozen
     """Placeholders of weights of which a segment hands a view to another segment: they must not move in between."""
     segment_of = {name: i for i, s in enumerate(blocks.segments) for name in s.nodes}
     weights = {w.placeholder for w in facts.weights}
-    storages = {_storage(n.meta["val"]): n.name for n in gm.graph.find_nodes(op="placeholder") if n.name in weights}
+    storages = {storage_of(n.meta["val"]): n.name for n in gm.graph.find_nodes(op="placeholder") if n.name in weights}
     crossing: set[str] = set()
     for node in gm.graph.nodes:
         if node.name not in segment_of:
             continue
         owners = {
-            storages[s] for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor) and (s := _storage(t)) in storages
+            storages[s] for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor) and (s := storage_of(t)) in storages
         }
         if any(user.op != "output" and segment_of[user.name] != segment_of[node.name] for user in node.users):
             crossing |= owners
     return frozenset(crossing)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def segment_inputs(child: fx.GraphModule) -> list[Any]:
@@ -144,7 +138,7 @@ def _value_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         return (repr(value),)
     # Inputs that share a storage may alias when one is written: the pattern of sharing belongs to the key.
-    shared = storages.setdefault(_storage(value), len(storages))
+    shared = storages.setdefault(storage_of(value), len(storages))
     layout = (str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride())))
     return (*layout, value.requires_grad, type(value).__name__, shared)
 

@@ -19,17 +19,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import fsum
 
+from fxoffload.buckets import align
 from fxoffload.cost import Costs
 
-ALIGN = 256
 ROUGH_COPIES = 1.1
 _SETTLED = 1e-6
 """Relative change of the step below which the fast simulation stops."""
 _FORWARDS = 12
-
-
-def align(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 class Problem:

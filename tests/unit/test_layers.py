@@ -17,7 +17,7 @@ LAYERS = [
     ["errors", "sizes", "debug", "names", "ops"],
     ["config", "budget"],
     ["facts", "machine"],
-    ["hostalias", "owner", "select", "edits", "calibrate", "metamodel", "shapes"],
+    ["hostalias", "storages", "owner", "select", "edits", "calibrate", "metamodel", "shapes"],
     ["memo", "read", "sink"],
     ["blocks"],
     ["buckets", "split"],
