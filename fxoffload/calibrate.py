@@ -1,4 +1,4 @@
-"""Measure a machine's constants: link, copy latency, memory bandwidth, matrix rates. Under a second, once a machine.
+"""Measure the constants of a machine: link, copy latency, memory bandwidth, matrix and attention rates. Once, under a second.
 
 The result is cached in the user's cache directory under a key of device name, driver and torch version. The CPU as a device
 has nominal constants, so that plans made for it are the same everywhere.
@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 
 from fxoffload.debug import logger
-from fxoffload.machine import Machine
+from fxoffload.machine import ATTENTION, MASKED_ATTENTION, Machine
 
 _COPY_NBYTES = 128 << 20
 _MATRIX = 4096
+_ATTENTION = (1, 16, 8192, 128)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -46,7 +47,7 @@ def cache_path(device: torch.device) -> Path:
     """`$XDG_CACHE_HOME/fxoffload/machine-<key>.json`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|1".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|2".encode()).hexdigest()[:16]
     return Path(root) / "fxoffload" / f"machine-{key}.json"
 
 
@@ -58,16 +59,25 @@ def _driver_version() -> str:
 
 def measure(device: torch.device) -> Machine:
     """Measure the constants of an accelerator now. Takes half a second and, at its peak, 512 MiB of the device."""
-    copy, small, move = _copy_ms(device)
-    rates = tuple((str(dtype).removeprefix("torch."), _matrix_tflop_s(device, dtype)) for dtype in _DTYPES)
+    torch.accelerator.empty_cache()
+    for dtype in _DTYPES:
+        # Libraries keep a workspace from their first kernel on. As a piece of a large block it would keep the block, too.
+        small = torch.ones(16, 16, device=device, dtype=dtype)
+        torch.matmul(small, small)
+    copy, latency, move = _copy_ms(device)
+    rates = {_name(dtype): _matrix_tflop_s(device, dtype) for dtype in _DTYPES}
+    for dtype in _DTYPES:
+        if dtype.itemsize == 2:
+            rates[_name(dtype) + ATTENTION] = _attention_tflop_s(device, dtype, masked=False)
+            rates[_name(dtype) + MASKED_ATTENTION] = _attention_tflop_s(device, dtype, masked=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     machine = Machine(
         name=name,
-        link_gb_s=_COPY_NBYTES / (copy - small) / 1e6,
-        copy_latency_ms=small,
+        link_gb_s=_COPY_NBYTES / (copy - latency) / 1e6,
+        copy_latency_ms=latency,
         memory_gb_s=2 * _COPY_NBYTES / move / 1e6,
         launch_ms=0.004,
-        tflop_s=rates,
+        tflop_s=tuple(rates.items()),
     )
     torch.accelerator.empty_cache()
     logger.info("calibrate: %s", machine)
@@ -89,6 +99,18 @@ def _matrix_tflop_s(device: torch.device, dtype: torch.dtype) -> float:
     # Random values: a product of zeros runs faster than any real one.
     a, b = (torch.randn(_MATRIX, _MATRIX, device=device).to(dtype) for _ in range(2))
     return 2 * _MATRIX**3 / _ms(device, lambda: a @ b) / 1e9
+
+
+def _attention_tflop_s(device: torch.device, dtype: torch.dtype, *, masked: bool) -> float:
+    batch, heads, tokens, width = _ATTENTION
+    q, k, v = (torch.randn(*_ATTENTION, device=device).to(dtype) for _ in range(3))
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None] if masked else None
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return 4 * batch * heads * tokens**2 * width / _ms(device, lambda: attend(q, k, v, mask)) / 1e9
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _ms(device: torch.device, work: Callable[[], object], repeats: int = 5) -> float:

@@ -31,6 +31,7 @@ class Weight:
 class NodeFacts:
     """One node of the graph. `weights` are placeholder names, `reads` and `allocates` storages by number.
 
+    `rate` names the rate of the machine that its operations run at (`machine`).
     `kind` is "extern" (a library kernel, a matrix product say: its operands are in memory anyway), "fused" (Inductor will
     fuse it with its neighbours), "view" or "other" (no tensors).
     """
@@ -44,7 +45,7 @@ class NodeFacts:
     allocates: tuple[tuple[int, sympy.Expr], ...]
     flops: sympy.Expr
     touched_nbytes: sympy.Expr
-    dtype: str
+    rate: str
     kind: str
 
 

@@ -1,8 +1,10 @@
 """Machine: the constants of one computer that turn bytes and operations into milliseconds.
 
     copy_ms    = copy_latency_ms + nbytes / link
-    compute_ms = launch_ms + max(flops / rate(dtype), touched bytes / memory bandwidth)
+    compute_ms = launch_ms + max(flops / rate, touched bytes / memory bandwidth)
 
+Rates are by dtype. Attention kernels sustain less than matrix products do, and those that read a mask still less: their rates are
+`bfloat16_attention` and `bfloat16_masked_attention` beside `bfloat16`.
 `calibrate.measure` fits them on the device in under a second; `Machine.nominal` has round figures for planning without one.
 """
 
@@ -19,11 +21,16 @@ import sympy
 
 _BYTES_PER_MS = 1e6  # of one GB/s
 _FLOPS_PER_MS = 1e9  # of one TFLOP/s
+ATTENTION = "_attention"
+MASKED_ATTENTION = "_masked_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates as sustained, not as advertised. `tflop_s` by dtype name; a dtype that is not there runs at the slowest rate."""
+    """Rates as sustained, not as advertised. `tflop_s` by name: what is not there runs at the next more general rate.
+
+    A dtype that is not there runs at the slowest.
+    """
 
     name: str
     link_gb_s: float
@@ -44,14 +51,19 @@ class Machine:
     def copy_ms(self, nbytes: float) -> float:
         return self.copy_latency_ms + nbytes / self.link_bytes_per_ms
 
-    def compute_ms(self, flops: Any, touched_nbytes: Any, dtype: str) -> Any:
+    def compute_ms(self, flops: Any, touched_nbytes: Any, rate: str) -> Any:
         """The roofline of one kernel, in ms: a float, or a sympy expression where a count is one with free symbols."""
-        rates = dict(self.tflop_s)
-        rate = rates.get(dtype, min(rates.values()))
-        parts = (flops / (rate * _FLOPS_PER_MS), touched_nbytes / (self.memory_gb_s * _BYTES_PER_MS))
+        parts = (flops / (self.rate(rate) * _FLOPS_PER_MS), touched_nbytes / (self.memory_gb_s * _BYTES_PER_MS))
         if any(getattr(part, "free_symbols", None) for part in parts):
             return self.launch_ms + sympy.Max(*parts)
         return self.launch_ms + max(map(float, parts))
+
+    def rate(self, name: str) -> float:
+        """TFLOP/s of a dtype's matrix products, or of its attention."""
+        rates = dict(self.tflop_s)
+        dtype = name.removesuffix(MASKED_ATTENTION).removesuffix(ATTENTION)
+        general = (name, *([dtype + ATTENTION] if name != dtype else []), dtype)
+        return next((rates[known] for known in general if known in rates), min(rates.values()))
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ def read_plan(path: Path) -> Plan:
 
 def parse_machine(text: str) -> Machine:
     """`nominal`, a file, or `NAME=VALUE,...` over the nominal constants. Raises ConfigError for anything else."""
-    from fxoffload.machine import Machine
+    from fxoffload.machine import ATTENTION, MASKED_ATTENTION, Machine
 
     if text == "nominal":
         return Machine.nominal()
@@ -90,13 +90,14 @@ def parse_machine(text: str) -> Machine:
             number = float(value)
         except ValueError:
             number = 0.0
-        if name not in {*constants, *rates} or not number > 0:
+        accepted = {*constants, *rates, *(rate + kernel for rate in rates for kernel in (ATTENTION, MASKED_ATTENTION))}
+        if name not in accepted or not number > 0:
             known = ", ".join([*constants, *rates])
             raise ConfigError(f"cli: --machine: {part!r} is not accepted; give NAME=VALUE with a number > 0, NAME one of {known}")
-        if name in rates:
-            rates[name] = number
-        else:
+        if name in constants:
             machine = dataclasses.replace(machine, **{name: number})
+        else:
+            rates[name] = number
     return dataclasses.replace(machine, tflop_s=tuple(rates.items()))
 
 

@@ -107,7 +107,7 @@ def _compute_ms(members: list[NodeFacts], sizes: Mapping[int, sympy.Expr], machi
     touched_by_fused: set[int] = set()
     for node in members:
         if node.kind == "extern":
-            total += machine.compute_ms(node.flops, node.touched_nbytes, node.dtype)
+            total += machine.compute_ms(node.flops, node.touched_nbytes, node.rate)
         elif node.kind == "fused":
             touched_by_fused.update(node.reads, (storage for storage, _ in node.allocates))
     traffic = sum((sizes.get(storage, sympy.Integer(0)) for storage in sorted(touched_by_fused)), sympy.Integer(0))

@@ -3,7 +3,8 @@
 Dynamo hands a backend real tensors and a fake mode of its own; `read_facts` runs the graph once in that mode (no data, no
 device work) and counts, per node,
 
-    flops    = sum of torch's flop formulas over the ATen calls of the node           (torch.utils.flop_counter)
+    flops    = sum of torch's flop formulas over the ATen calls of the node           (torch.utils.flop_counter);
+               half of it for causal attention, whose kernels skip what is masked
     touched  = bytes of all tensors that those calls read or write, views excluded
     alloc    = bytes of every storage that the node creates
 """
@@ -32,11 +33,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 from fxoffload.errors import GradientError, WeightError
 from fxoffload.facts import Facts, NodeFacts, Weight
 from fxoffload.hostalias import is_weight, placeholder_source
+from fxoffload.machine import ATTENTION, MASKED_ATTENTION
 from fxoffload.memo import Memo
 from fxoffload.names import dotted_name
 from fxoffload.storages import storage_of
 
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _BATCH_NORM = (torch.nn.functional.batch_norm, torch.batch_norm)
 
 
@@ -90,11 +93,34 @@ class _Reader(fx.Interpreter):
         def run() -> tuple[Any, tuple[sympy.Expr, sympy.Expr]]:
             with _Counter() as counter:
                 value = super(_Reader, self).run_node(n)
-            return value, (counter.flops, counter.touched)
+            return value, (counter.flops / 2 if _is_causal(n) else counter.flops, counter.touched)
 
         value, self.counts[n.name] = self._memo.run(n, [self.env[source] for source in n.all_input_nodes], run)
         n.meta["val"] = value
         return value
+
+
+def _attention(node: fx.Node) -> dict[str, Any]:
+    """The arguments by name if the node is attention, else none."""
+    if node.target is not torch.nn.functional.scaled_dot_product_attention:
+        return {}
+    return {**dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Whether the node is attention under the causal mask, of as many queries as keys."""
+    given = _attention(node)
+    if given.get("is_causal") is not True:
+        return False
+    queries, keys = (_expr(given[name].meta["val"].shape[-2]) for name in ("query", "key"))
+    return queries == keys
+
+
+def _rate(node: fx.Node, dtype: str) -> str:
+    given = _attention(node)
+    if not given:
+        return dtype
+    return dtype + (ATTENTION if given.get("attn_mask") is None else MASKED_ATTENTION)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -322,6 +348,6 @@ def _node_facts(
         allocates=allocates,
         flops=counts[0],
         touched_nbytes=counts[1],
-        dtype=str(dtypes[0]).removeprefix("torch.") if dtypes else "",
+        rate=_rate(node, str(dtypes[0]).removeprefix("torch.") if dtypes else ""),
         kind=_kind(node, counts[0], bool(allocates)),
     )

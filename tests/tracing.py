@@ -106,13 +106,13 @@ def node(
     path: str = "",
     flops: int = 0,
     touched: int = 0,
-    dtype: str = "float32",
+    rate: str = "float32",
 ) -> NodeFacts:
     """A node by hand. `makes` is the storage that it creates and its bytes, `path` the module around it."""
     modules = ((path, path, "Block"),) if path else ()
     made = ((makes[0], sympy.sympify(makes[1])),) if makes else ()
     counts = (sympy.Integer(flops), sympy.Integer(touched))
-    return NodeFacts(name, name, modules, tuple(weights), tuple(reads), made, *counts, dtype, kind)
+    return NodeFacts(name, name, modules, tuple(weights), tuple(reads), made, *counts, rate, kind)
 
 
 def facts_of(

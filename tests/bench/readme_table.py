@@ -22,6 +22,7 @@ HEADERS = (
     "budget",
     "step ms",
     "bound ms",
+    "naive bound ms",
     "step / bound",
     "predicted ms",
     "host ms",
@@ -48,7 +49,7 @@ def _table(report: dict[str, Any]) -> str:
     place = f"{machine['device']}, link {report['link_gb_s']:.1f} GB/s, driver {machine['driver']}, torch {machine['torch']}"
     lines = [
         f"{report['model']}. {place}. First call {report['first_call_s']:.0f} s, of which {_added_s(report):.1f} s are packing "
-        f"and pinning the weights. `{report['command']}`",
+        f"and pinning the weights{_alone(report)}. `{report['command']}`",
         "",
         _line(HEADERS),
         _line(["---", *["---:"] * (len(HEADERS) - 2), "---"]),
@@ -61,14 +62,31 @@ def _table(report: dict[str, Any]) -> str:
                 [
                     "per-block `torch.compile`",
                     f"{baseline['step_ms']:.1f}",
-                    *("", "", ""),
+                    *("", "", "", ""),
                     f"{baseline['host_ms']:.0f}",
                     f"{baseline['reserved_gib']:.2f}",
                     *("0", ""),
                 ]
             )
         )
+        lines += ["", _comparison(baseline)] if "rounds" in baseline else []
     return "\n".join(lines)
+
+
+def _comparison(baseline: dict[str, Any]) -> str:
+    """Resident against per-block compile, step by step in turns, and against the same program with blocks that are not cut."""
+    ratios = [r["resident"] / r["per_block"] for r in baseline["rounds"]]
+    return (
+        f"In {len(ratios)} rounds that take turns, everything resident: {baseline['resident_step_ms']:.1f} ms, per-block "
+        f"`torch.compile` {baseline['step_ms']:.1f} ms, ratio {baseline['resident_over_per_block']:.3f} ({min(ratios):.3f} to "
+        f"{max(ratios):.3f}); the same with blocks that are not cut {baseline['whole_blocks_step_ms']:.1f} ms, ratio "
+        f"{baseline['resident_over_whole_blocks']:.3f}."
+    )
+
+
+def _alone(report: dict[str, Any]) -> str:
+    """Where it was measured, what packing takes while nothing else runs."""
+    return f" ({report['setup_alone_s']:.1f} s alone)" if "setup_alone_s" in report else ""
 
 
 def _added_s(report: dict[str, Any]) -> float:
@@ -83,6 +101,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         names.get(row["budget"], f"{row['budget_gib']:.3g} GiB"),
         f"{row['step_ms']:.1f}",
         f"{row['bound_ms']:.1f}",
+        f"{row['naive_bound_ms']:.1f}",
         f"{row['ratio']:.3f}",
         f"{row['predicted_ms']:.1f}",
         f"{row['host_ms']:.0f}",

@@ -2,26 +2,36 @@
 
     python tests/bench/sweep.py flux --batch 1 --out tests/bench/results/flux-b1.json
 
-Every row is the same compiled program under another plan (`set_memory_budget`; recompiles are counted). Its output is compared
-bit for bit with the row in which everything is resident. Plans are made with the static cost model: `predicted_ms` is theirs.
+Every row is the same compiled program under another plan (`set_memory_budget`; what is compiled meanwhile is counted). Its output
+is compared bit for bit with the row in which everything is resident. Plans are made with the static cost model: `predicted_ms` is
+theirs.
 
-`bound_ms` is the windowed bound with the segment times of a resident forward (scaled to the resident step), the link and the
-activations as measured in this run; `naive_bound_ms` is max(compute, streamed bytes / link). Budget `smallest` is the least with
-which copies overlap compute, `least` the least that runs at all. The baseline is per-block `torch.compile`, all resident.
+`bound_ms` is the windowed bound with the segment times of a resident forward (scaled to the resident step), the link as measured
+in this run and the activations of the plan; `naive_bound_ms` is max(compute, streamed bytes / link). A device under load lowers
+its clocks, so the resident step is measured at the start, in the middle and at the end of the sweep, and is the median of all
+these steps. The link is the median over all rows: behind each, some GiB of weights are copied from where they lie, back to back.
+The file is written anew behind every row, so that a run that is cut short leaves what it has.
+
+Budget `smallest` is the least with which copies overlap compute, `least` the least that runs at all.
+
+`--baseline` also measures packing and pinning alone, and, behind the sweep, compares the resident program with per-block
+`torch.compile` of a second copy of the model and with a third copy whose blocks are not cut: rounds of a few steps each that
+take turns, so that all see the same clocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,18 +42,48 @@ import fxoffload
 from fxoffload import api
 from fxoffload.calibrate import machine_of
 from fxoffload.cost import Costs
+from fxoffload.store import HostStore
 from fxoffload.timeline import windowed_bound
 
 GIB = 2**30
 DEVICE = torch.device("cuda", 0)
+BUDGETS = "all,smallest,1.5GiB,2GiB,3GiB,4GiB,6GiB,8GiB,12GiB,16GiB,least"
+ROUNDS = 8
+ROUND_STEPS = 5
+PACKED_NBYTES = 112 << 20
+LINK_NBYTES = 4 << 30
+NOISE = 100_000_007
 
 
-def randomise(model: torch.nn.Module) -> torch.nn.Module:
-    """Values that matter: no zero gates, no unit norms."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    for parameter in model.parameters():
-        parameter.normal_(0, 0.02, generator=generator)
-    return model.eval().requires_grad_(False)
+class Empty:
+    """The context in which workloads build their models: parameters have no memory, everything else lies on the device."""
+
+    def __enter__(self) -> None:
+        from accelerate import init_empty_weights
+
+        self._contexts = ExitStack()
+        self._contexts.enter_context(DEVICE)
+        self._contexts.enter_context(init_empty_weights(include_buffers=False))
+
+    def __exit__(self, *error: object) -> None:
+        self._contexts.close()
+
+
+def fill(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Give the parameters memory, and values that matter: no zero gates, no unit norms. The same for every copy of a model."""
+    noise = (torch.randn(NOISE, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)) * 0.02).to(device)
+    offset = 0
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.empty(parameter.shape, device=device)
+            flat = values.view(-1)
+            done = 0
+            while done < flat.numel():
+                count = min(flat.numel() - done, NOISE - offset)
+                flat[done : done + count] = noise[offset : offset + count]
+                done, offset = done + count, (offset + count) % NOISE
+            setattr(module, name, torch.nn.Parameter(values, requires_grad=False))
+    return model.eval()
 
 
 def randn(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -54,7 +94,7 @@ def flux(batch: int) -> tuple[torch.nn.Module, dict[str, Any], str]:
     """FLUX.1-dev, 1024x1024: 4096 image and 512 text tokens."""
     from diffusers import FluxTransformer2DModel
 
-    with DEVICE:
+    with Empty():
         model = FluxTransformer2DModel(guidance_embeds=True)
     ids = torch.zeros(4096, 3, device=DEVICE)
     ids[:, 1] = torch.arange(4096, device=DEVICE) // 64
@@ -66,7 +106,8 @@ def flux(batch: int) -> tuple[torch.nn.Module, dict[str, Any], str]:
             "encoder_hidden_states": randn(batch, 512, 4096),
             "pooled_projections": randn(batch, 768),
             "timestep": torch.full((batch,), 0.5, device=DEVICE),
-            "guidance": torch.full((batch,), 3.5, device=DEVICE),
+            # A thousand times these is exact in bf16: eager and compiled code round the product at different places.
+            "guidance": torch.full((batch,), 4.0, device=DEVICE),
             "img_ids": ids,
             "txt_ids": torch.zeros(512, 3, device=DEVICE),
             "return_dict": False,
@@ -79,7 +120,7 @@ def wan(batch: int) -> tuple[torch.nn.Module, dict[str, Any], str]:
     """Wan 2.x 14B, 81 frames of 480x832: 21 x 30 x 52 tokens."""
     from diffusers import WanTransformer3DModel
 
-    with DEVICE:
+    with Empty():
         model = WanTransformer3DModel()
     given = {
         "hidden_states": randn(batch, 16, 21, 60, 104),
@@ -94,12 +135,11 @@ def qwen_image(batch: int) -> tuple[torch.nn.Module, dict[str, Any], str]:
     """Qwen-Image, 1328x1328: 83 x 83 image and 256 text tokens."""
     from diffusers import QwenImageTransformer2DModel
 
-    with DEVICE:
+    with Empty():
         model = QwenImageTransformer2DModel()
     given = {
         "hidden_states": randn(batch, 83 * 83, 64),
         "encoder_hidden_states": randn(batch, 256, 3584),
-        "encoder_hidden_states_mask": torch.ones(batch, 256, dtype=torch.long, device=DEVICE),
         "timestep": torch.full((batch,), 0.5, device=DEVICE),
         "img_shapes": [(1, 83, 83)] * batch,
         "return_dict": False,
@@ -115,7 +155,7 @@ def llama(batch: int, tokens: int) -> tuple[torch.nn.Module, dict[str, Any], str
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=16384, tie_word_embeddings=False,
     )  # fmt: skip
-    with DEVICE:
+    with Empty():
         model = LlamaForCausalLM(config)
     ids = torch.randint(0, 128256, (batch, tokens), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     return (
@@ -134,8 +174,8 @@ WORKLOADS: dict[str, Callable[[int], tuple[torch.nn.Module, dict[str, Any], str]
 }
 
 
-def time_steps(call: Callable[[], torch.Tensor], steps: int) -> tuple[dict[str, float], torch.Tensor]:
-    """Median and spread of the step (device time between events), the host's time to issue one, and the last result."""
+def time_steps(call: Callable[[], torch.Tensor], steps: int) -> tuple[list[float], float, torch.Tensor]:
+    """Steps (ms, device time between events), the host's time to issue one, and the last result."""
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
@@ -149,155 +189,279 @@ def time_steps(call: Callable[[], torch.Tensor], steps: int) -> tuple[dict[str, 
     result = call()
     host_ms = (time.perf_counter() - start) * 1e3
     torch.cuda.synchronize()
-    return {"step_ms": statistics.median(times), "step_min_ms": min(times), "step_max_ms": max(times), "host_ms": host_ms}, result
-
-
-def per_block_baseline(model: torch.nn.Module, call: Any, steps: int) -> dict[str, float]:
-    if hasattr(model, "compile_repeated_blocks"):
-        model.compile_repeated_blocks()
-    else:
-        for layer in model.model.layers:
-            layer.compile()
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    row, _ = time_steps(call, steps)
-    row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-    for module in model.modules():
-        module._compiled_call_impl = None
-    torch._dynamo.reset()
-    return row
+    return times, host_ms, result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--budgets", default="all,smallest,4GiB,8GiB,16GiB,least")
+    parser.add_argument("--budgets", default=BUDGETS)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2, help="steps before those that are timed")
     parser.add_argument("--max-bucket-bytes", default="auto")
-    parser.add_argument("--baseline", action="store_true", help="also measure per-block torch.compile, all resident")
+    parser.add_argument("--baseline", action="store_true", help="also packing alone, per-block torch.compile and whole blocks")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--costs", type=Path, help="also write the costs that plans are made from, and those measured")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.bfloat16)
     model, kwargs, what = WORKLOADS[args.workload](args.batch)
-    randomise(model)
+    fill(model, torch.device("cpu")).cpu()
     weight_nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    report: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    head: dict[str, Any] = {
+        "command": (f"PYTORCH_CUDA_ALLOC_CONF={allocator} " if allocator else "") + "python " + " ".join(sys.argv),
         "machine": {
             "device": torch.cuda.get_device_name(),
             "driver": driver(),
             "torch": torch.__version__,
             "python": platform.python_version(),
+            "calibrated": dataclasses.asdict(machine_of(DEVICE)),
         },
         "model": f"{what}, batch {args.batch}, {weight_nbytes / GIB:.2f} GiB bf16",
     }
-    model.cpu()
-    gc.collect()
     torch.cuda.empty_cache()
-    sweep(model, kwargs, args, report)
     if args.baseline:
-        # Behind the sweep, whose first call would not be a cold one otherwise.
-        api.engine_of(model).give_up_arena()
-        torch._dynamo.reset()
-        model.to(DEVICE)
-        report["per_block_compile"] = per_block_baseline(model, lambda: model(**kwargs)[0], args.steps)
-    for entry in report["rows"]:
+        head["setup_alone_s"] = pack_alone(model)
+    sweep = Sweep(model, kwargs, args)
+
+    def write() -> None:
+        if args.out is not None:
+            args.out.write_text(json.dumps(head | sweep.report(), indent=1) + "\n")
+
+    for entry in sweep.run():
         print(json.dumps(entry), flush=True)
-    print(json.dumps({k: v for k, v in report.items() if k != "rows"}), flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write()
+    if args.costs is not None:
+        args.costs.write_text(json.dumps(sweep.costs_of_both()) + "\n")
+    if args.baseline:
+        head["per_block_compile"] = sweep.compare()
+        write()
+    print(json.dumps({k: v for k, v in (head | sweep.report()).items() if k != "rows"}), flush=True)
 
 
-def sweep(model: torch.nn.Module, kwargs: dict[str, Any], args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Compile once, then a row a budget."""
-    report["link_gb_s"] = machine_of(DEVICE).link_gb_s
-    options = {"memory_budget": "100GiB", "max_bucket_bytes": args.max_bucket_bytes}
-    compiled = torch.compile(model, backend=fxoffload.layerwise, fullgraph=True, options=options)
+def pack_alone(model: torch.nn.Module) -> float:
+    """Seconds to pack and pin all weights while nothing else runs. They are unpinned again."""
+    store = HostStore(DEVICE)
     start = time.perf_counter()
-    compiled(**kwargs)
-    torch.cuda.synchronize()
-    report["first_call_s"] = time.perf_counter() - start
-    print(torch._dynamo.utils.compile_times(), file=sys.stderr)
-    for _ in range(3):
-        compiled(**kwargs)
-    torch.cuda.synchronize()
-    (binding,) = api.bindings_of(model)
-    program = binding.program
-    costs = api.profile(model, lambda: compiled(**kwargs))
-    report |= {
-        "stages_s": dict(program.seconds),
-        "setup_s": api.engine_of(model).store.seconds,
-        "segments": len(program.blocks.segments),
-        "distinct_segments": program.distinct,
-        "activation_estimate_gib": max(p.cost.activation_nbytes for p in program.prices) / GIB,
-        "activation_gib": binding.activation_nbytes / GIB,
-        "predicted_ms": sum(p.cost.compute_ms for p in program.prices),
-        "measured_compute_ms": sum(s.compute_ms for s in costs.segments),
-    }
-    report["rows"] = [row(model, compiled, kwargs, budget, args.steps) for budget in args.budgets.split(",")]
-    add_bounds(report["rows"], costs)
-    report["graphs_compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    pending: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in model.named_parameters():
+        pending.append((name, parameter))
+        if sum(p.nbytes for _, p in pending) >= PACKED_NBYTES:
+            store.pack(name, pending)
+            pending.clear()
+    if pending:
+        store.pack("rest", pending)
+    seconds = time.perf_counter() - start
+    store.close()
+    return seconds
 
 
-def add_bounds(rows: list[dict[str, Any]], costs: Costs) -> None:
-    """The windowed bound of every row; the first row is the resident one."""
-    scale = rows[0]["step_ms"] / sum(s.compute_ms for s in costs.segments)
+class Sweep:
+    """One model, compiled once: a row a budget, then the comparison of resident programs."""
+
+    def __init__(self, model: torch.nn.Module, kwargs: dict[str, Any], args: argparse.Namespace) -> None:
+        self.model = model
+        self.kwargs = kwargs
+        self.args = args
+        options = {"memory_budget": "100GiB", "max_bucket_bytes": args.max_bucket_bytes}
+        self.compiled: Any = torch.compile(model, backend=fxoffload.layerwise, fullgraph=True, options=options)
+        self.resident: torch.Tensor | None = None
+        """The output with everything resident, which all others must equal."""
+        self.rows: list[dict[str, Any]] = []
+        self.links: list[float] = []
+
+    def call(self) -> torch.Tensor:
+        return self.compiled(**self.kwargs)[0]
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        start = time.perf_counter()
+        self.call()
+        torch.cuda.synchronize()
+        self.first_call_s = time.perf_counter() - start
+        for _ in range(3):
+            self.call()
+        torch.cuda.synchronize()
+        (self.binding,) = api.bindings_of(self.model)
+        self.measured = api.profile(self.model, self.call)
+        self.compiled_before = compilations()
+        budgets = self.args.budgets.split(",")
+        middle = (len(budgets) + 1) // 2
+        for budget in (*budgets[:middle], "all", *budgets[middle:], "all"):
+            self.rows.append(self.row(budget))
+            yield self.rows[-1]
+
+    def report(self) -> dict[str, Any]:
+        """What is known so far."""
+        program = self.binding.program
+        resident = [row["steps_ms"] for row in self.rows if row["budget"] == "all"]
+        rows = [dict(row) for i, row in enumerate(self.rows) if i == 0 or row["budget"] != "all"]
+        rows[0] |= spread([t for times in resident for t in times])
+        del rows[0]["steps_ms"]
+        link_gb_s = statistics.median(self.links)
+        add_bounds(rows, dataclasses.replace(self.measured, link_bytes_per_ms=link_gb_s * 1e6))
+        return {
+            "link_gb_s": link_gb_s,
+            "link_min_gb_s": min(self.links),
+            "link_max_gb_s": max(self.links),
+            "first_call_s": self.first_call_s,
+            "stages_s": dict(program.seconds),
+            "setup_s": api.engine_of(self.model).store.seconds,
+            "segments": len(program.blocks.segments),
+            "distinct_segments": program.distinct,
+            "activation_estimate_gib": max(p.cost.activation_nbytes for p in program.prices) / GIB,
+            "activation_gib": self.binding.activation_nbytes / GIB,
+            "predicted_ms": sum(p.cost.compute_ms for p in program.prices),
+            "measured_compute_ms": sum(s.compute_ms for s in self.measured.segments),
+            "resident_ms": [statistics.median(times) for times in resident],
+            "rows": rows,
+            "graphs_compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+            "compiled_by_new_budgets": compilations() - self.compiled_before,
+        }
+
+    def settle(self) -> None:
+        for _ in range(self.args.warmup):
+            self.call()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def row(self, budget: str) -> dict[str, Any]:
+        """One budget: plan, warm up, time, compare. The first must be `all`."""
+        smallest, least = (api.smallest_budget(self.model, overlap=overlap) for overlap in (True, False))
+        start = time.perf_counter()
+        try:
+            fxoffload.set_memory_budget(self.model, {"all": "100GiB", "smallest": smallest, "least": least}.get(budget, budget))
+        except fxoffload.BudgetError as error:
+            return {"budget": budget, "error": str(error)}
+        plan_s = time.perf_counter() - start
+        self.settle()
+        times, host_ms, out = time_steps(self.call, self.args.steps)
+        reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+        self.links.append(self.link_gb_s())
+        out = out.cpu()
+        if self.resident is None:
+            assert bool(torch.isfinite(out).all()), "outputs that are not numbers compare nothing"
+            self.resident = out
+        plan, stats = fxoffload.get_plan(self.model), fxoffload.stats(self.model)
+        return {
+            "budget": budget,
+            "budget_gib": plan.budget_nbytes / GIB,
+            **spread(times),
+            **({"steps_ms": times} if budget == "all" else {}),
+            "host_ms": host_ms,
+            "weight_nbytes": plan.budget_nbytes - plan.activation_nbytes,
+            "predicted_ms": plan.step_ms,
+            "reserved_gib": reserved / GIB,
+            "allocated_gib": allocated / GIB,
+            "under_budget": reserved <= plan.budget_nbytes,
+            "equal_to_resident": torch.equal(out, self.resident),
+            "streamed_gib": stats.nbytes_copied / GIB,
+            "resident_gib": plan.resident_nbytes / GIB,
+            "arena_gib": plan.arena_nbytes / GIB,
+            "loads": len(plan.loads),
+            "plan_s": plan_s,
+            "link_gb_s": self.links[-1],
+        }
+
+    def link_gb_s(self) -> float:
+        """The link's rate now: of weights, copied from where they lie on the host."""
+        buckets = list(api.engine_of(self.model).store.buckets.values())
+        buckets = buckets[:: max(1, sum(b.nbytes for b in buckets) // LINK_NBYTES)]
+        there = torch.empty(max(b.nbytes for b in buckets), dtype=torch.uint8, device=DEVICE)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for bucket in buckets:
+            there[: bucket.nbytes].copy_(bucket.flat, non_blocking=True)
+        end.record()
+        end.synchronize()
+        del there
+        torch.cuda.empty_cache()
+        return sum(b.nbytes for b in buckets) / start.elapsed_time(end) / 1e6
+
+    def costs_of_both(self) -> dict[str, Any]:
+        return {"planned": dataclasses.asdict(self.binding.costs), "measured": dataclasses.asdict(self.measured)}
+
+    def compare(self) -> dict[str, Any]:
+        """The resident program beside two other copies of the model, all on the device, taking turns."""
+        fxoffload.set_memory_budget(self.model, "100GiB")
+        ours = self.call().cpu()
+        torch.cuda.empty_cache()
+        calls: dict[str, Callable[[], torch.Tensor]] = {"resident": self.call}
+        before = torch.cuda.memory_reserved()
+        twin = self.copy()
+        calls["per_block"] = lambda: twin(**self.kwargs)[0]
+        compile_per_block(twin)
+        theirs = calls["per_block"]().cpu()
+        self.settle()
+        _, host_ms, _ = time_steps(calls["per_block"], 2)
+        reserved_gib = (torch.cuda.max_memory_reserved() - before) / GIB
+        options = {"memory_budget": "100GiB", "max_bucket_bytes": "100GiB"}
+        whole: Any = torch.compile(self.copy(), backend=fxoffload.layerwise, fullgraph=True, options=options)
+        calls["whole_blocks"] = lambda: whole(**self.kwargs)[0]
+        for call in calls.values():
+            for _ in range(4):
+                call()
+        rounds: list[dict[str, float]] = []
+        for _ in range(ROUNDS):
+            entry: dict[str, float] = {}
+            for name, call in calls.items():
+                call()
+                entry[name] = statistics.median(time_steps(call, ROUND_STEPS)[0])
+            rounds.append(entry)
+        medians = {name: statistics.median(r[name] for r in rounds) for name in calls}
+        return {
+            "step_ms": medians["per_block"],
+            "step_min_ms": min(r["per_block"] for r in rounds),
+            "step_max_ms": max(r["per_block"] for r in rounds),
+            "host_ms": host_ms,
+            "reserved_gib": reserved_gib,
+            "resident_step_ms": medians["resident"],
+            "whole_blocks_step_ms": medians["whole_blocks"],
+            "resident_over_per_block": statistics.median(r["resident"] / r["per_block"] for r in rounds),
+            "resident_over_whole_blocks": statistics.median(r["resident"] / r["whole_blocks"] for r in rounds),
+            "relative_difference": float((ours.float() - theirs.float()).norm() / theirs.float().norm()),
+            "rounds": rounds,
+        }
+
+    def copy(self) -> torch.nn.Module:
+        """The same model again, on the device."""
+        return fill(WORKLOADS[self.args.workload](self.args.batch)[0], DEVICE)
+
+
+def compile_per_block(model: torch.nn.Module) -> None:
+    if hasattr(model, "compile_repeated_blocks"):
+        model.compile_repeated_blocks()
+    else:
+        for layer in model.model.layers:
+            layer.compile()
+
+
+def compilations() -> int:
+    """How much was compiled so far: Dynamo graphs, and calls of Inductor."""
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"] + sum(n for name, n in counters["inductor"].items() if name.startswith("fxgraph"))
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    return {"step_ms": statistics.median(times), "step_min_ms": min(times), "step_max_ms": max(times)}
+
+
+def add_bounds(rows: Sequence[dict[str, Any]], costs: Costs) -> None:
+    """Both bounds of every row; the first row is the resident one."""
+    resident_ms = rows[0]["step_ms"]
+    scale = resident_ms / sum(s.compute_ms for s in costs.segments)
     segments = tuple(dataclasses.replace(s, compute_ms=s.compute_ms * scale) for s in costs.segments)
     costs = dataclasses.replace(costs, segments=segments)
     for entry in rows:
         if "error" in entry:
             continue
-        weight_nbytes = entry.pop("weight_nbytes")
+        weight_nbytes = entry["weight_nbytes"]
         streamed_ms = max(sum(b.nbytes for b in costs.buckets) - weight_nbytes, 0) / costs.link_bytes_per_ms
         entry["bound_ms"] = windowed_bound(costs, weight_nbytes)
-        entry["naive_bound_ms"] = max(rows[0]["step_ms"], streamed_ms)
+        entry["naive_bound_ms"] = max(resident_ms, streamed_ms)
         entry["ratio"] = entry["step_ms"] / entry["bound_ms"]
-
-
-_resident: list[torch.Tensor] = []
-
-
-def row(model: torch.nn.Module, compiled: Any, kwargs: dict[str, Any], budget: str, steps: int) -> dict[str, Any]:
-    """One budget: plan, warm up, time, compare. The first row must be the resident one."""
-    named = {"all": "100GiB", "smallest": api.smallest_budget(model), "least": api.smallest_budget(model, overlap=False)}
-    nbytes = named.get(budget, budget)
-    start = time.perf_counter()
-    try:
-        fxoffload.set_memory_budget(model, nbytes)
-    except fxoffload.BudgetError as error:
-        return {"budget": budget, "error": str(error)}
-    plan_s = time.perf_counter() - start
-    for _ in range(2):
-        compiled(**kwargs)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    timed, out = time_steps(lambda: compiled(**kwargs)[0], steps)
-    out = out.cpu()
-    peak = torch.cuda.max_memory_reserved()
-    if not _resident:
-        _resident.append(out)
-    plan, stats = fxoffload.get_plan(model), fxoffload.stats(model)
-    return {
-        "budget": budget,
-        "budget_gib": plan.budget_nbytes / GIB,
-        **timed,
-        "weight_nbytes": plan.budget_nbytes - plan.activation_nbytes,
-        "predicted_ms": plan.step_ms,
-        "reserved_gib": peak / GIB,
-        "under_budget": peak <= plan.budget_nbytes,
-        "equal_to_resident": torch.equal(out, _resident[0]),
-        "streamed_gib": stats.nbytes_copied / GIB,
-        "resident_gib": plan.resident_nbytes / GIB,
-        "arena_gib": plan.arena_nbytes / GIB,
-        "loads": len(plan.loads),
-        "plan_s": plan_s,
-    }
 
 
 def driver() -> str:

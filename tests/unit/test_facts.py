@@ -212,6 +212,25 @@ def test_attention_has_the_flops_of_its_two_products() -> None:
     node = read(lambda q, k: F.scaled_dot_product_attention(q, k, k), q, k).node("scaled_dot_product_attention")
     assert node.flops == 2 * (2 * 4 * 7 * 5 * 8) * 2
     assert node.kind == "extern"
+    assert node.rate == "float32_attention"
+    mask = torch.ones(7, 5, dtype=torch.bool)
+    masked = read(lambda q, k, m: F.scaled_dot_product_attention(q, k, k, attn_mask=m), q, k, mask)
+    assert masked.node("scaled_dot_product_attention").rate == "float32_masked_attention"
+
+
+def test_causal_attention_computes_half() -> None:
+    q, k = torch.ones(2, 4, 7, 8), torch.ones(2, 4, 5, 8)
+
+    def flops(k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        traced = read(lambda q, k: F.scaled_dot_product_attention(q, k, k, *args, **kwargs), q, k)
+        return traced.node("scaled_dot_product_attention").flops
+
+    whole = 2 * (2 * 4 * 7 * 7 * 8) * 2
+    assert flops(q) == flops(q, is_causal=False) == whole
+    assert flops(q, is_causal=True) == flops(q, None, 0.0, True) == whole // 2
+    assert flops(k, is_causal=True) == whole * 5 // 7, "other masks are counted as none"
+    named = read(lambda q: F.scaled_dot_product_attention(query=q, key=q, value=q, is_causal=True), q)
+    assert named.node("scaled_dot_product_attention").flops == whole // 2
 
 
 def test_a_node_knows_its_modules_outermost_first() -> None:

@@ -44,6 +44,28 @@ def test_compute_takes_a_launch_and_the_longer_of_operations_and_bytes(
     assert MACHINE.compute_ms(flops, nbytes, dtype) == pytest.approx(ms)
 
 
+def test_attention_runs_at_a_rate_of_its_own_where_one_is_known() -> None:
+    known = dataclasses.replace(MACHINE, tflop_s=(*MACHINE.tflop_s, ("bfloat16_attention", 200.0)))
+    assert known.compute_ms(400e9, 0, "bfloat16_attention") == pytest.approx(2.005)
+    assert known.compute_ms(400e9, 0, "bfloat16") == pytest.approx(1.005)
+    assert MACHINE.compute_ms(400e9, 0, "bfloat16_attention") == pytest.approx(1.005)
+    assert known.compute_ms(400e9, 0, "float16_attention") == pytest.approx(8.005)
+
+
+def test_what_has_no_rate_runs_at_the_next_more_general_one() -> None:
+    rates = {"bfloat16": 8.0, "bfloat16_attention": 4.0, "bfloat16_masked_attention": 2.0, "float8_e4m3fn": 16.0, "float32": 1.0}
+
+    def rate(name: str, *unknown: str) -> float:
+        known = tuple((k, v) for k, v in rates.items() if k not in unknown)
+        return dataclasses.replace(MACHINE, tflop_s=known).rate(name)
+
+    masked, plain = "bfloat16_masked_attention", "bfloat16_attention"
+    assert [rate(name) for name in (masked, plain, "bfloat16")] == [2.0, 4.0, 8.0]
+    assert [rate(name, masked) for name in (masked, plain, "bfloat16")] == [4.0, 4.0, 8.0]
+    assert [rate(name, masked, plain) for name in (masked, plain, "bfloat16")] == [8.0, 8.0, 8.0]
+    assert [rate(name) for name in ("float8_e4m3fn", "float8_e4m3fn_attention", "float16_masked_attention", "")] == [16, 16, 1, 1]
+
+
 def test_saved_and_loaded_it_is_equal(tmp_path: Path) -> None:
     path = tmp_path / "made" / "machine.json"
     MACHINE.save(path)

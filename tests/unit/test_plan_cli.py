@@ -88,6 +88,10 @@ def test_a_machine_by_its_constants(tmp_path: Path) -> None:
     assert machine.name == "link_gb_s=55.5,bfloat16=650"
     assert (machine.link_gb_s, dict(machine.tflop_s)["bfloat16"]) == (55.5, 650.0)
     assert machine.memory_gb_s == Machine.nominal().memory_gb_s
+    assert dict(plancmd.parse_machine("bfloat16_attention=400").tflop_s) == {
+        **dict(Machine.nominal().tflop_s),
+        "bfloat16_attention": 400.0,
+    }
     machine.save(tmp_path / "machine.json")
     assert plancmd.parse_machine(str(tmp_path / "machine.json")) == machine
     assert plancmd.parse_machine("nominal") == Machine.nominal()

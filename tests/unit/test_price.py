@@ -87,7 +87,7 @@ def test_views_allocate_nothing_and_keep_what_they_view_alive() -> None:
 
 def test_an_extern_kernel_takes_the_longer_of_its_operations_and_its_bytes() -> None:
     def one(flops: int, touched: int, dtype: str = "float32") -> float:
-        facts = facts_of([node("a", makes=(1, 8), kind="extern", flops=flops, touched=touched, dtype=dtype)])
+        facts = facts_of([node("a", makes=(1, 8), kind="extern", flops=flops, touched=touched, rate=dtype)])
         (found,) = milliseconds(facts, machine=LAUNCH)
         return found
 
@@ -95,6 +95,12 @@ def test_an_extern_kernel_takes_the_longer_of_its_operations_and_its_bytes() -> 
     assert one(2 * 10**9, 3 * 10**6) == pytest.approx(0.25 + 3.0)
     assert one(2 * 10**9, 0, "bfloat16") == pytest.approx(0.25 + 0.5)
     assert one(2 * 10**9, 0, "int8") == pytest.approx(0.25 + 2.0), "a dtype without a rate runs at the slowest"
+
+
+def test_attention_runs_at_its_own_rate() -> None:
+    machine = Machine("test", 1.0, 0.5, 1.0, 0.0, (("float32", 1.0), ("float32_attention", 0.5)))
+    facts = facts_of([node("a", makes=(1, 8), kind="extern", flops=10**9, rate="float32_attention")])
+    assert milliseconds(facts, machine=machine) == [2.0]
 
 
 def test_fused_work_of_a_segment_moves_every_storage_once() -> None:
