@@ -16,6 +16,7 @@ from fxoffload.cost import Costs
 from fxoffload.engine import Engine, Stats, find_engine
 from fxoffload.errors import OffloadError
 from fxoffload.plan import Plan
+from fxoffload.planned import Planned
 
 
 def module_of(model: Any) -> torch.nn.Module:
@@ -38,11 +39,16 @@ def engine_of(model: Any) -> Engine:
     return engine
 
 
-def bindings_of(model: Any) -> list[Binding]:
-    """Every compiled graph of a model with its plan, the one that ran last at the end."""
+def planned_of(model: Any) -> list[Planned]:
+    """All that runs by a plan of a model, what ran last at the end."""
     engine = engine_of(model)
     with engine.lock:
-        return sorted((b for b in engine.bindings if b.plan is not None), key=lambda b: b is engine.current)
+        return sorted((p for p in engine.planned if p.plan is not None), key=lambda p: p is engine.current)
+
+
+def bindings_of(model: Any) -> list[Binding]:
+    """Every compiled graph of a model with its plan, the one that ran last at the end."""
+    return [planned for planned in planned_of(model) if isinstance(planned, Binding)]
 
 
 def stats(model: Any) -> Stats:
@@ -52,12 +58,12 @@ def stats(model: Any) -> Stats:
 
 def get_plan(model: Any) -> Plan:
     """The plan of the graph that ran last."""
-    bindings = bindings_of(model)
-    if not bindings:
+    planned = planned_of(model)
+    if not planned:
         raise OffloadError(
             f"api: {type(module_of(model)).__name__}: it has not run yet, and plans are made at the first call; call it once"
         )
-    found = bindings[-1].plan
+    found = planned[-1].plan
     assert found is not None
     return found
 
@@ -70,16 +76,16 @@ def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> 
     engine = engine_of(model)
     with engine.lock:
         before = engine.budget
-        bindings = [b for b in engine.bindings if b.plan is not None]
+        planned = planned_of(model)
         engine.budget = OffloadConfig(memory_budget=memory_budget, onload_device=engine.device)  # type: ignore[arg-type]
         try:
-            for binding in bindings:
-                binding.decide(engine.budget_nbytes(binding.program.config))
+            for one in planned:
+                one.decide(engine.budget_nbytes(one.config))
         except Exception:
             engine.budget = before
             raise
-        for binding in bindings:
-            binding.replan()
+        for one in planned:
+            one.replan()
 
 
 def smallest_budget(model: Any, *, overlap: bool = True) -> int:
@@ -87,7 +93,7 @@ def smallest_budget(model: Any, *, overlap: bool = True) -> int:
 
     Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there.
     """
-    return max(binding.smallest_budget(overlap=overlap) for binding in bindings_of(model))
+    return max(planned.smallest_budget(overlap=overlap) for planned in planned_of(model))
 
 
 def profile(model: Any, call: Callable[[], object]) -> Costs:
@@ -113,4 +119,4 @@ def refresh(model: Any) -> None:
 
 def settings(model: Any) -> dict[str, Any]:
     """The settings that the graph that ran last was compiled with."""
-    return {f.name: getattr(bindings_of(model)[-1].program.config, f.name) for f in dataclasses.fields(OffloadConfig)}
+    return {f.name: getattr(planned_of(model)[-1].config, f.name) for f in dataclasses.fields(OffloadConfig)}

@@ -35,8 +35,8 @@ class Dispatch:
         engine, tensors, names = place(self.program, args)
         with engine.lock:
             binding = Binding(self.program, engine, tensors, names)
-            engine.bindings = [b for b in engine.bindings if not b.is_stale()]
-            engine.bindings.append(binding)
+            engine.planned = [b for b in engine.planned if not b.is_stale()]
+            engine.planned.append(binding)
             self._bindings[binding.ids] = binding
             if find_engine(list(tensors.values())) is not engine:
                 self._weightless.append(engine)

@@ -24,8 +24,8 @@ from fxoffload.store import HostStore, HostTensor
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
 if TYPE_CHECKING:
-    from fxoffload.binding import Binding
     from fxoffload.plan import Plan
+    from fxoffload.planned import Planned
     from fxoffload.program import Program
 
 _engine_of_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -71,9 +71,9 @@ class Engine:
         """Set by `set_memory_budget`: overrides the budget of every graph of this model."""
         self.present: dict[int, str] = {}
         """Residents that the arena holds for sure: bucket names by offset."""
-        self.current: Binding | None = None
+        self.current: Planned | None = None
         """Whose end state the arena is in."""
-        self.bindings: list[Binding] = []
+        self.planned: list[Planned] = []
         self.measured: weakref.WeakKeyDictionary[Program, float] = weakref.WeakKeyDictionary()
         """What a forward of a program takes besides the arena, where it was measured, as a multiple of its estimate."""
         self.forwards = 0
@@ -144,7 +144,7 @@ class Engine:
 
     def _allocate(self, nbytes: int) -> None:
         # Every view of the old arena must go, or both would be held at once.
-        for binding in self.bindings:
+        for binding in self.planned:
             binding.release()
         self.transfer.drain()
         self.arena.allocate(nbytes)

@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from typing import TYPE_CHECKING
 
 from fxoffload.buckets import ALIGNMENT, align
 from fxoffload.cost import Costs
@@ -35,6 +36,9 @@ from fxoffload.residency import choose, choose_fixed, choose_unoverlapped
 from fxoffload.sizes import format_size, show_size
 from fxoffload.stream import Problem, earliest_positions
 from fxoffload.timeline import simulate, windowed_bound
+
+if TYPE_CHECKING:
+    from fxoffload.config import OffloadConfig
 
 PREFETCH_LIMIT = 8
 _EFFORT = 240_000
@@ -62,6 +66,18 @@ class Knobs:
         if self.transfer_buckets is None:
             return PREFETCH_LIMIT
         return min(self.transfer_buckets, 4 * self.transfer_buckets, PREFETCH_LIMIT)
+
+
+def knobs_of(config: OffloadConfig) -> Knobs:
+    """What the settings leave to the planner, and what they do not."""
+    return Knobs(
+        transfer_buckets=config.transfer_buckets,
+        persistent_buckets=config.persistent_buckets,
+        persistent_bins=config.persistent_bins,
+        prefetch_limit=config.prefetch_limit,
+        max_inflight_prefetch_bytes=config.max_inflight_prefetch_bytes,
+        async_transfer=config.async_transfer,
+    )
 
 
 def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> Plan:

@@ -14,7 +14,7 @@ from fxoffload.buckets import Buckets
 from fxoffload.config import OffloadConfig
 from fxoffload.facts import Facts
 from fxoffload.machine import Machine
-from fxoffload.planner import Knobs
+from fxoffload.planner import Knobs, knobs_of
 from fxoffload.price import SegmentPrice
 from fxoffload.rows import Source
 
@@ -48,16 +48,7 @@ class Program:
 
     @property
     def knobs(self) -> Knobs:
-        """What the settings leave to the planner, and what they do not."""
-        config = self.config
-        return Knobs(
-            transfer_buckets=config.transfer_buckets,
-            persistent_buckets=config.persistent_buckets,
-            persistent_bins=config.persistent_bins,
-            prefetch_limit=config.prefetch_limit,
-            max_inflight_prefetch_bytes=config.max_inflight_prefetch_bytes,
-            async_transfer=config.async_transfer,
-        )
+        return knobs_of(self.config)
 
     def __str__(self) -> str:
         return "\n\n".join(str(stage) for stage in (self.machine, self.facts, self.blocks, self.buckets))

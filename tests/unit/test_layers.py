@@ -29,9 +29,9 @@ LAYERS = [
     ["passes"],
     ["store", "arena", "transfer", "profile", "warmup"],
     ["rows", "program", "resize", "lower"],
-    ["staged", "pack", "engine", "binding", "dispatch"],
+    ["slots", "staged", "pack", "engine", "planned", "binding", "dispatch", "eager"],
     ["backend"],
-    ["analysis", "handle", "eager", "pipelines", "api", "draw", "measure", "report"],
+    ["analysis", "handle", "pipelines", "api", "draw", "measure", "report"],
     ["demo", "plancmd", "cli"],
     ["__init__", "__main__"],
 ]
