@@ -49,7 +49,7 @@ class Binding(Planned):
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._sizes = Sizes(program)
         costs, known = self._price(), program in engine.measured
-        warmup = Warmup(program.onload, engine.arena, known=known, profile=program.config.profile)
+        warmup = Warmup(program.onload, known=known, profile=program.config.profile)
         super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
@@ -146,12 +146,13 @@ class Binding(Planned):
             self._see_edits(self._watch, [packed for _, packed in self._checked], tensors)
             if self._sizes.changed(args):
                 self._resize()
+            fresh = self.plan is None
             if self.plan is None:
-                if not self._warmup.done:
-                    self._warmup.begin(inputs)
                 self.replan()
             assert self.plan is not None
             engine.fit_arena(self.plan, shared)
+            if fresh and not self._warmup.done:
+                self._warmup.begin(inputs)
             if self.staged is None:
                 self.staged = Staged(self.program, self.plan, self._weights, engine.arena, engine.transfer, self._timer)
             staged = self.staged

@@ -92,8 +92,12 @@ class OffloadConfig:
             raise ConfigError(f"config: module_filter: module_names is given too ({names}); give one of the two")
 
     @classmethod
-    def from_options(cls, options: Mapping[str, object] | None, *, mode: str | None = None) -> OffloadConfig:
+    def from_options(
+        cls, options: Mapping[str, object] | None, *, mode: str | None = None, base: OffloadConfig | None = None
+    ) -> OffloadConfig:
         """The config for `torch.compile(..., options=options, mode=mode)`, or for the keywords of `layerwise_offload`.
+
+        `base` has the settings that are not given, instead of the defaults.
 
         `torch.compile` takes either `mode` or `options`, so a mode may also be one of the options.
         Raises ConfigError for an unknown key (with the nearest names) and for a bad value, TypeError for a wrong type.
@@ -107,7 +111,8 @@ class OffloadConfig:
                 raise ConfigError(f"config: options: unknown key {key!r}; {nearest(str(key), known)}")
         if mode is not None and values.setdefault("mode", mode) != mode:
             raise ConfigError(f"config: mode: {mode!r} is given, and {values['mode']!r} among the options; give one of the two")
-        return cls(**cast("dict[str, Any]", values))
+        before = {} if base is None else {name: getattr(base, name) for name in known}
+        return cls(**cast("dict[str, Any]", {**before, **values}))
 
 
 def resolve_budget(config: OffloadConfig, total_nbytes: int, free_nbytes: int) -> int:

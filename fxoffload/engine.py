@@ -20,6 +20,7 @@ from fxoffload.arena import Arena
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.debug import logger, switches
+from fxoffload.errors import ConfigError
 from fxoffload.store import HostStore, HostTensor
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
@@ -133,6 +134,12 @@ class Engine:
         """Free the arena, for another model under the same budget. The next forward takes one anew."""
         self._allocate(0)
 
+    def free_cached(self) -> None:
+        """Give what the allocator holds and nobody uses back to the device."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+            torch.accelerator.empty_cache()
+
     def fit_arena(self, plan: Plan, shared: Budget | None) -> None:
         """Make the arena as long as a plan needs, and no longer than its budget allows."""
         if shared is not None:
@@ -149,6 +156,17 @@ class Engine:
         self.transfer.drain()
         self.arena.allocate(nbytes)
         self.refresh()
+
+    def dissolve(self) -> None:
+        """Leave the model as it was: no arena, nothing pinned, weights in host memory of their own kind."""
+        self.give_up_arena()
+        self.planned.clear()
+        self.transfer.close()
+        self.store.close()
+        for tensor in [tensor for tensor, engine in _engine_of_weight.items() if engine is self]:
+            del _engine_of_weight[tensor]
+        for root in [root for root, engine in _engine_of_root.items() if engine is self]:
+            del _engine_of_root[root]
 
     def stats(self) -> Stats:
         counters = self.transfer.counters
@@ -193,6 +211,21 @@ def engine_for(
         if root is not None:
             _engine_of_root[root] = engine
         return engine
+
+
+def available_device(device: torch.device) -> torch.device:
+    """The device with its index. Raises ConfigError where it is not there."""
+    if device.type == "cpu":
+        return device
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None or current.type != device.type:
+        there = "no accelerator" if current is None else f"{current.type!r}"
+        raise ConfigError(
+            f"backend: onload_device: {str(device)!r} is not available, this machine has {there}; "
+            "pass onload_device='cpu' to run here"
+        )
+    index: Any = device.index  # None for a bare "cuda", which torch's annotation leaves out
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

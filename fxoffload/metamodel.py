@@ -46,7 +46,7 @@ def build(data: dict[str, Any], path: Path, *, dtype: str | None = None) -> torc
             f"cli: {path}: {name} cannot be built from it ({type(error).__name__}: {error}); give the config.json of its weights"
         ) from error
     model = model.eval().requires_grad_(False)
-    _set_dtype(model, getattr(torch, dtype or _dtype_of(data)))
+    set_dtype(model, getattr(torch, dtype or _dtype_of(data)))
     return model
 
 
@@ -92,7 +92,7 @@ def _dtype_of(data: dict[str, Any]) -> str:
     return said if said in DTYPES else DTYPES[0]
 
 
-def _set_dtype(model: Any, dtype: torch.dtype) -> None:
+def set_dtype(model: Any, dtype: torch.dtype) -> None:
     """As `from_pretrained` does: parameters, but for the parts that the class keeps in float32; no buffers."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():

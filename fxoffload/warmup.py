@@ -4,7 +4,7 @@ The estimate of the activations comes from liveness; what a forward really takes
 fusion saves, and the allocator's fragmentation. So the first `FORWARDS` forwards run with the least staging that works: one warms
 kernels up, the others show what the allocator comes to hold,
 
-    activations = reserved - arena - what others had allocated before, the graph's inputs left out
+    activations = reserved - arenas - what others had allocated before, the graph's inputs left out
 
 and the plan is made with that: memory that is reserved around the tensors of others, and of no use to them, counts here. The next
 `WATCHED` forwards are watched: should they take more, the plan is made again.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxoffload.arena import Arena
+from fxoffload.arena import nbytes_of_arenas
 from fxoffload.debug import logger
 from fxoffload.profile import SegmentTimer
 from fxoffload.sizes import show_size
@@ -33,9 +33,8 @@ AMPLE_NBYTES = 256 << 20
 class Warmup:
     """Counts forwards. `timer` is set while segments are to be timed."""
 
-    def __init__(self, device: torch.device, arena: Arena, *, known: bool, profile: bool) -> None:
+    def __init__(self, device: torch.device, *, known: bool, profile: bool) -> None:
         self._device = device
-        self._arena = arena
         self._measures = device.type != "cpu" and not known
         self._forwards = FORWARDS if self._measures else int(profile)
         self._watched = WATCHED if self._measures else 0
@@ -53,7 +52,7 @@ class Warmup:
         if self._measures:
             given = sum(t.untyped_storage().nbytes() for t in inputs if isinstance(t, torch.Tensor))
             self._settle()
-            self._foreign_nbytes = torch.accelerator.memory_allocated(self._device) - self._arena.nbytes - given
+            self._foreign_nbytes = torch.accelerator.memory_allocated(self._device) - nbytes_of_arenas(self._device) - given
 
     def after_forward(self) -> bool:
         """True when the last of the first forwards is over: `activations` and `timer` have their results."""
@@ -85,7 +84,7 @@ class Warmup:
         return max(self._held_nbytes() - activation_nbytes, 0)
 
     def _held_nbytes(self) -> int:
-        return torch.accelerator.memory_reserved(self._device) - self._arena.nbytes - self._foreign_nbytes
+        return torch.accelerator.memory_reserved(self._device) - nbytes_of_arenas(self._device) - self._foreign_nbytes
 
     def _settle(self) -> None:
         """Let the allocator give back what it can."""

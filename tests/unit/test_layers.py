@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["errors", "sizes", "debug", "names", "ops"],
+    ["errors", "sizes", "debug", "names", "ops", "sequence"],
     ["config", "budget"],
     ["facts", "machine"],
-    ["hostalias", "storages", "owner", "select", "edits", "calibrate", "metamodel", "shapes"],
+    ["hostalias", "storages", "owner", "select", "units", "edits", "calibrate", "metamodel", "shapes", "containers", "foreign"],
     ["memo", "read", "sink"],
     ["blocks"],
     ["buckets", "split"],
@@ -29,10 +29,10 @@ LAYERS = [
     ["passes"],
     ["store", "arena", "transfer", "profile", "warmup"],
     ["rows", "program", "resize", "lower"],
-    ["slots", "staged", "pack", "engine", "planned", "binding", "dispatch", "eager"],
+    ["slots", "staged", "pack", "engine", "planned", "binding", "dispatch", "follow", "eager"],
     ["backend"],
-    ["analysis", "handle", "pipelines", "api", "draw", "measure", "report"],
-    ["demo", "plancmd", "cli"],
+    ["analysis", "handle", "components", "pipelines", "doors", "api", "draw", "measure", "report"],
+    ["demo", "tiny", "plancmd", "cli"],
     ["__init__", "__main__"],
 ]
 WITHOUT_TORCH = [
