@@ -113,6 +113,8 @@ class Follower(Planned):
     Holds no module and no tensor of the model strongly, since the engine, which lives as long as they do, holds it.
     """
 
+    _estimates = False
+
     def __init__(
         self, engine: Engine, config: OffloadConfig, machine: Machine, root: torch.nn.Module, units: Units, *, measures: bool
     ) -> None:

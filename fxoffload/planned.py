@@ -28,6 +28,9 @@ from fxoffload.warmup import AMPLE_NBYTES, Warmup
 class Planned:
     """Held by the engine, which it finds weakly."""
 
+    _estimates = True
+    """Whether anything is known of activations before they are measured."""
+
     def __init__(self, engine: Engine, config: OffloadConfig, costs: Costs, activation_nbytes: int, warmup: Warmup) -> None:
         self._engine = weakref.ref(engine)
         self.config = config
@@ -102,7 +105,7 @@ class Planned:
     def _fits_amply(self, budget_nbytes: int) -> bool:
         """Whether everything stays resident even if activations are twice the estimate: then nothing need be measured first."""
         weights = sum(bucket.nbytes for bucket in self.costs.buckets)
-        return weights + 2 * self.activation_nbytes + AMPLE_NBYTES <= budget_nbytes
+        return self._estimates and weights + 2 * self.activation_nbytes + AMPLE_NBYTES <= budget_nbytes
 
     def _see_edits(self, watch: EditWatch, packed: Sequence[HostTensor], tensors: Sequence[torch.Tensor]) -> None:
         """Weights that lie elsewhere now are taken over; weights that were written to are copied again."""
