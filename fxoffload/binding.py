@@ -21,6 +21,7 @@ from fxoffload.cost import BucketCost, Costs
 from fxoffload.edits import EditWatch, elements
 from fxoffload.engine import Engine
 from fxoffload.lower import TopLevel
+from fxoffload.machine import Machine
 from fxoffload.pack import pack_program
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
@@ -53,6 +54,10 @@ class Binding(Planned):
         super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
+
+    @property
+    def machine(self) -> Machine:
+        return self.program.machine
 
     @property
     def top(self) -> TopLevel | None:

@@ -33,12 +33,10 @@ from fxoffload.errors import GradientError, OffloadError, OffloadWarning
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
 from fxoffload.hostalias import is_tracing
-from fxoffload.units import Units, find_units
+from fxoffload.units import Units, find_units, split_limit
 
 ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
 """Methods that callers begin with, where a model has them."""
-PARTS = 3
-"""A block with more than this part of the budget is split: one that runs, and one or two on their way, have to fit."""
 
 _attachment_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
 """Weak on both sides: the model's hooks hold its attachment."""
@@ -120,7 +118,8 @@ class Attachment:
     def _find(self) -> Units:
         if self._given is not None:
             return self._given
-        return find_units(self.root, self.config, limit_nbytes=self.engine.budget_nbytes(self.config) // PARTS)
+        limit_nbytes = split_limit(self.root, self.config, self.engine.budget_nbytes(self.config))
+        return find_units(self.root, self.config, limit_nbytes=limit_nbytes)
 
     def _follower(self, entry: str) -> Follower:
         """The follower for one way through the model, made at its first use; `""` for units on their own."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from fxoffload.config import OffloadConfig
 from fxoffload.cost import BucketCost, Costs, SegmentCost
 from fxoffload.edits import EditWatch, elements, version_of
 from fxoffload.engine import Engine
+from fxoffload.errors import BudgetError
 from fxoffload.machine import Machine
 from fxoffload.plan import Load
 from fxoffload.planned import Planned
@@ -156,6 +157,10 @@ class Follower(Planned):
         if not isinstance(module, torch.nn.modules.batchnorm._NormBase) or not module.track_running_stats:
             return []
         return [p for t in module.buffers() if (p := self._by_id.get(id(t))) is not None]
+
+    @property
+    def machine(self) -> Machine:
+        return self._machine
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the model that are managed, each once."""
@@ -320,6 +325,9 @@ class Follower(Planned):
         if self._changed:
             self._changed = False
             self._price_anew()
+            with suppress(BudgetError):
+                # The next forward says so, with nothing lost of this one.
+                self.replan()
         if completed and forward.ordered:
             self._learn()
 

@@ -93,8 +93,13 @@ def _dtype_of(data: dict[str, Any]) -> str:
 
 
 def set_dtype(model: Any, dtype: torch.dtype) -> None:
-    """As `from_pretrained` does: parameters, but for the parts that the class keeps in float32; no buffers."""
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    """As `from_pretrained` does: parameters, but for the parts that the class keeps in float32; no buffers.
+
+    transformers keeps what a class merely lists only from float16, diffusers from bfloat16 too.
+    """
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16 or not type(model).__module__.startswith("transformers."):
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float32 if kept & set(name.split(".")) else dtype)

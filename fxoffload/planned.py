@@ -17,6 +17,7 @@ from fxoffload.cost import Costs
 from fxoffload.debug import logger, switches
 from fxoffload.edits import EditWatch
 from fxoffload.engine import Engine
+from fxoffload.machine import Machine
 from fxoffload.plan import Plan
 from fxoffload.planner import Knobs, knobs_of, make_plan, smallest_budget
 from fxoffload.profile import SegmentTimer
@@ -45,6 +46,11 @@ class Planned:
         engine = self._engine()
         assert engine is not None
         return engine
+
+    @property
+    def machine(self) -> Machine:
+        """What the costs were priced on."""
+        raise NotImplementedError
 
     @property
     def knobs(self) -> Knobs:

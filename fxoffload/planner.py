@@ -159,7 +159,13 @@ def _problem(costs: Costs, knobs: Knobs) -> Problem:
 def _must_stay(problem: Problem, knobs: Knobs) -> frozenset[int]:
     if knobs.persistent_buckets is None:
         return problem.kept
-    return problem.kept | persistent_indices(len(problem.nbytes), knobs.persistent_buckets, knobs.persistent_bins or 1)
+    return _spread(problem, knobs.persistent_buckets, knobs.persistent_bins or 1)
+
+
+def _spread(problem: Problem, persistent: int, bins: int) -> frozenset[int]:
+    """What must stay anyway, and so many persistent buckets of those that may stream."""
+    free = [b for b in range(len(problem.nbytes)) if b not in problem.kept]
+    return problem.kept | {free[i] for i in persistent_indices(len(free), persistent, bins)}
 
 
 def _check_budget(costs: Costs, problem: Problem, knobs: Knobs, budget_nbytes: int, activations: int) -> None:
@@ -202,10 +208,10 @@ def _choose(problem: Problem, knobs: Knobs, weight_nbytes: int) -> Layout | None
 
 def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | None:
     """Bins are given, the number of persistent buckets is not: about the best of all counts that fit."""
-    n = len(problem.nbytes)
+    n = len(problem.nbytes) - len(problem.kept)
 
     def layout(count: int, limit_ms: float) -> Layout | None:
-        residents = problem.kept | persistent_indices(n, count, bins)
+        residents = _spread(problem, count, bins)
         if pooled_score_ms(problem, residents, weight_nbytes - problem.size(residents), limit_ms) == inf:
             return None
         return choose_fixed(problem, weight_nbytes, residents, rotations=1)

@@ -27,6 +27,7 @@ BLOCKS_ATTRS = "_layerwise_offload_blocks_attrs"
 REPEATED_BLOCKS = "_repeated_blocks"
 LARGE_NBYTES = MIB
 """A module outside blocks with so many bytes of weights is a unit of its own."""
+_PARTS = 3
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 _READS_ITS_CHILDREN = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 """They use the weights of modules below them without calling these, so they are not split."""
@@ -80,6 +81,13 @@ def find_units(root: Module, config: OffloadConfig, *, limit_nbytes: int | None 
     heads = {key: module for key, module in heads.items() if key not in within and nbytes_below(module)}
     units = [Unit(name, m, tuple(tensors_below(m, name))) for name, m in root.named_modules() if id(m) in heads]
     return Units(tuple(units), tuple(_rest(root, heads)))
+
+
+def split_limit(root: Module, config: OffloadConfig, budget_nbytes: int) -> int:
+    """The most bytes of a block that is not split: one that runs and two on their way, or all, fit beside what stays resident."""
+    units = find_units(root, config)
+    spare = max(budget_nbytes - _nbytes(units.rest), 0)
+    return spare if sum(_nbytes(unit.tensors) for unit in units.units) <= spare else spare // _PARTS
 
 
 def block_modules(root: Module) -> list[Module]:

@@ -1,4 +1,4 @@
-"""transformers' `generate()` from host memory: eager and compiled, caches that grow and caches that do not."""
+"""transformers' `generate()` compiled: caches that grow and caches that do not."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -28,19 +28,6 @@ def llama() -> Any:
 
 def generate(model: Any, tokens: int, cache: dict[str, Any]) -> torch.Tensor:
     return model.generate(IDS, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **cache)
-
-
-@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-def test_without_a_compiler(cache: dict[str, Any]) -> None:
-    model = llama()
-    wanted = generate(llama(), 10, cache)
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    with fxoffload.layerwise_offload(model, onload_device="cpu", memory_budget=nbytes // 2):
-        delay_copies(model)
-        assert torch.equal(generate(model, 10, cache), wanted)
-        stats = fxoffload.stats(model)
-        assert stats.nbytes_copied == fxoffload.get_plan(model).streamed_nbytes > 0
-        assert stats.restores <= 2
 
 
 @pytest.mark.parametrize("dynamic", [True, None])

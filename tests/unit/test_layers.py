@@ -32,7 +32,8 @@ LAYERS = [
     ["slots", "staged", "pack", "engine", "planned", "binding", "dispatch", "follow", "eager"],
     ["backend"],
     ["analysis", "handle", "components", "pipelines", "doors", "api", "draw", "measure", "report"],
-    ["demo", "tiny", "plancmd", "cli"],
+    ["flags", "media", "presets", "tiny", "sources", "summary", "forecast"],
+    ["demo", "plancmd", "generate", "cli"],
     ["__init__", "__main__"],
 ]
 WITHOUT_TORCH = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxoffload import ConfigError, OffloadConfig
-from fxoffload.units import Units, block_names, declared_paths, find_units
+from fxoffload.units import Units, block_names, declared_paths, find_units, split_limit
 from tests.models import CASES, Block, Towers, Toy, seeded, toy
 
 KIB = 1024
@@ -61,10 +61,6 @@ def test_members_of_a_container_are_units_and_small_modules_outside_are_not() ->
 def test_one_of_a_class_is_no_block() -> None:
     assert names(units_of(toy(1))) == []
     assert names(units_of(nn.Sequential(nn.Linear(4, 4), Block(4), nn.Linear(4, 4)))) == ["0", "2"]
-
-
-def test_nested_containers_are_descended_into() -> None:
-    assert names(units_of(seeded(Towers))) == ["towers.0.0", "towers.0.1", "towers.1.0", "towers.1.1"]
 
 
 class Layer(nn.Module):
@@ -200,13 +196,22 @@ def test_a_block_above_the_limit_is_split_into_its_leaves() -> None:
 
 def test_one_block_alone_is_split() -> None:
     model = seeded(Layers)
-    model.layers[1] = seeded(lambda: Layer(16))
-    model.layers[1].parts[0] = nn.Linear(16, 16)
-    model.layers[1].extra = nn.Linear(16, 64)
     limit = sum(p.nbytes for p in model.layers[0].parameters())
-    assert names(units_of(model, limit_nbytes=limit)) == [
-        "layers.0", "layers.1.parts.0", "layers.1.parts.2", "layers.1.extra", "layers.2",
-    ]  # fmt: skip
+    model.layers[1].extra = nn.Linear(16, 64)
+    parts = [f"layers.1.{name}" for name in ("parts.0", "parts.2", "extra")]
+    assert names(units_of(model, limit_nbytes=limit)) == ["layers.0", *parts, "layers.2"]
+
+
+def test_blocks_are_split_where_three_do_not_fit_beside_the_rest() -> None:
+    model = toy(6)
+    block, outside = (sum(p.nbytes for p in m.parameters()) for m in (model.blocks[0], nn.Sequential(model.inp, model.out)))
+    config = OffloadConfig(onload_device="cpu")
+    assert split_limit(model, config, outside + 3 * block) == block
+    assert split_limit(model, config, outside + 3 * block - 1) < block
+    assert split_limit(model, config, outside + 6 * block) >= block
+    assert split_limit(model, config, outside - 1) == 0
+    one = OffloadConfig(onload_device="cpu", module_names="blocks.1")
+    assert split_limit(model, one, outside + 6 * block) == block
 
 
 def test_a_leaf_above_the_limit_stays_whole() -> None:
@@ -364,30 +369,27 @@ def test_declared_paths_have_every_name() -> None:
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
-BLOCKS = {
-    "toy": [f"blocks.{i}" for i in range(5)],
-    "towers": [f"towers.{i}.{k}" for i in range(2) for k in range(2)],
-    "flux": [*(f"transformer_blocks.{i}" for i in range(2)), *(f"single_transformer_blocks.{i}" for i in range(3))],
-    "flux2": [*(f"transformer_blocks.{i}" for i in range(2)), *(f"single_transformer_blocks.{i}" for i in range(3))],
-    "wan": [f"blocks.{i}" for i in range(3)],
-    "qwen_image": [f"transformer_blocks.{i}" for i in range(3)],
-    "sd3": [f"transformer_blocks.{i}" for i in range(3)],
-    "t5": [f"encoder.block.{i}" for i in range(3)],
-    "llama": [f"model.layers.{i}" for i in range(3)],
-    "qwen3_tied": [f"model.layers.{i}" for i in range(3)],
+CONTAINERS = {
+    "toy": {"blocks": 5},
+    "towers": {"towers.0": 2, "towers.1": 2},
+    "flux": {"transformer_blocks": 2, "single_transformer_blocks": 3},
+    "flux2": {"transformer_blocks": 2, "single_transformer_blocks": 3},
+    "wan": {"blocks": 3},
+    "qwen_image": {"transformer_blocks": 3},
+    "sd3": {"transformer_blocks": 3},
+    "t5": {"encoder.block": 3},
+    "llama": {"model.layers": 3},
+    "qwen3_tied": {"model.layers": 3},
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", CASES)
 def test_blocks_of_models(name: str) -> None:
     model = CASES[name].build()
-    assert names(units_of(model)) == BLOCKS[name]
-    assert list(block_names(model)) == BLOCKS[name]
+    blocks = [f"{container}.{i}" for container, n in CONTAINERS[name].items() for i in range(n)]
+    assert names(units_of(model)) == blocks
+    assert list(block_names(model)) == blocks
     units_of(model, limit_nbytes=1)
-
-
-def test_every_model_is_covered() -> None:
-    assert set(BLOCKS) == set(CASES)
 
 
 def test_the_table() -> None:
