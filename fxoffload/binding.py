@@ -50,7 +50,8 @@ class Binding(Planned):
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._sizes = Sizes(program)
         costs, known = self._price(), program in engine.measured
-        warmup = Warmup(program.onload, known=known, profile=program.config.profile)
+        shares = engine.shared_budget(program.config) is not None
+        warmup = Warmup(program.onload, known=known, profile=program.config.profile, shares=shares)
         super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""

@@ -143,7 +143,7 @@ class Follower(Planned):
         """Whether the next forward looks for weights that are read outside their units."""
         self._ms: dict[str, float] = {}
         profile = measures and (config.profile or engine.device.type != "cpu")
-        warmup = Warmup(engine.device, known=not measures, profile=profile)
+        warmup = Warmup(engine.device, known=not measures, profile=profile, shares=engine.shared_budget(config) is not None)
         super().__init__(engine, config, self._price(), 0, warmup)
         self._slots: Slots | None = None
         self._steps: list[_Step] = []

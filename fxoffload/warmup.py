@@ -26,6 +26,8 @@ FORWARDS = 3
 WATCHED = 6
 SLACK_NBYTES = 48 << 20
 """The allocator holds pieces of 20 MiB, which fall otherwise at other addresses."""
+SHARED_SLACK_NBYTES = 80 << 20
+"""Beside other models under one budget: what lives on of their results holds pieces too, others in every turn."""
 AMPLE_NBYTES = 256 << 20
 """What kernels may take while they are tuned, beyond twice the activations."""
 
@@ -33,12 +35,14 @@ AMPLE_NBYTES = 256 << 20
 class Warmup:
     """Counts forwards. `timer` is set while segments are to be timed."""
 
-    def __init__(self, device: torch.device, *, known: bool, profile: bool) -> None:
+    def __init__(self, device: torch.device, *, known: bool, profile: bool, shares: bool) -> None:
+        """`shares`: other models run under the same budget."""
         self._device = device
         self._measures = device.type != "cpu" and not known
         self._forwards = FORWARDS if self._measures else int(profile)
         self._watched = WATCHED if self._measures else 0
         self._profile = profile
+        self._slack_nbytes = SLACK_NBYTES + (SHARED_SLACK_NBYTES if shares else 0)
         self._foreign_nbytes = 0
         self.timer: SegmentTimer | None = SegmentTimer(device) if profile and self._forwards == 1 else None
 
@@ -70,7 +74,7 @@ class Warmup:
         measured = self._held_nbytes()
         logger.info("warmup: a forward takes %s besides the arena, estimated %s", show_size(measured), show_size(estimate_nbytes))
         # Below a few of the allocator's pieces the measure tells little.
-        return max(measured + measured // 64 + SLACK_NBYTES, min(estimate_nbytes, 3 * SLACK_NBYTES))
+        return max(measured + measured // 64 + self._slack_nbytes, min(estimate_nbytes, 3 * SLACK_NBYTES))
 
     def watch(self) -> None:
         """Watch the next forwards again: they have other sizes."""

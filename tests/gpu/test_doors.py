@@ -19,7 +19,7 @@ pytestmark = ON_GPU
 @pytest.mark.parametrize("output_device", [None, "cpu"])
 def test_inputs_may_be_anywhere_and_results_are_where_they_are_asked_for(input_device: str, output_device: str | None) -> None:
     model, plain = toy(), toy().to(DEVICE)
-    handle: Any = fxoffload.layerwise_offload(model, output_device=output_device, memory_budget="64MiB", persistent_buckets=0)
+    handle: Any = fxoffload.layerwise_offload(model, output_device=output_device, memory_budget="1GiB", persistent_buckets=0)
     assert handle.onload_device == DEVICE
     for k in range(4):
         result = model(given(k).to(input_device))
@@ -35,7 +35,7 @@ def test_inputs_may_be_anywhere_and_results_are_where_they_are_asked_for(input_d
 @torch.no_grad()
 def test_persistent_blocks_are_on_the_device_and_their_weights_on_the_host() -> None:
     model = toy(8)
-    handle: Any = fxoffload.layerwise_offload(model, memory_budget="64MiB", persistent_buckets=4, persistent_bins=2)
+    handle: Any = fxoffload.layerwise_offload(model, memory_budget="1GiB", persistent_buckets=4, persistent_bins=2)
     for k in range(3):
         model(given(k))
     assert handle.persistent_spans == ((0, 2), (4, 6))

@@ -128,8 +128,8 @@ def test_edits_and_compiled_calls_in_turn() -> None:
 
 @torch.no_grad()
 def test_the_peak_stays_under_the_budget() -> None:
-    model = toy(d=1024)
-    budget = 80 << 20
+    model = toy(24, d=1024)
+    budget = 288 << 20
     attachment = attach(model, OffloadConfig(memory_budget=budget))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -137,5 +137,6 @@ def test_the_peak_stays_under_the_budget() -> None:
     for k in range(8):
         model(given(k, d=1024))
     peak = torch.cuda.max_memory_reserved() - before
-    assert budget // 4 < peak <= budget
+    assert budget // 2 < peak <= budget
+    assert fxoffload.stats(model).nbytes_copied > 0
     attachment.detach()

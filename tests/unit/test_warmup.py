@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fxoffload.warmup import FORWARDS, SLACK_NBYTES, WATCHED, Warmup
+from fxoffload.warmup import FORWARDS, SHARED_SLACK_NBYTES, SLACK_NBYTES, WATCHED, Warmup
 
 MIB = 1 << 20
 
@@ -37,7 +37,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
 
 def started(allocator: Allocator, **options: bool) -> Warmup:
-    warmup = Warmup(torch.device("cuda", 0), **{"known": False, "profile": False, **options})
+    warmup = Warmup(torch.device("cuda", 0), **{"known": False, "profile": False, "shares": False, **options})
     # 70 MiB of others, 1 MiB of inputs; the arena comes later.
     allocator.allocated, allocator.reserved = 71 * MIB, 100 * MIB
     warmup.begin([torch.zeros(MIB, dtype=torch.uint8), 3, None])
@@ -57,7 +57,7 @@ def test_activations_are_what_is_held_beside_the_arena_and_the_tensors_of_others
 
 
 def test_arenas_of_other_models_may_come_and_go(allocator: Allocator) -> None:
-    warmup = Warmup(torch.device("cuda", 0), known=False, profile=False)
+    warmup = Warmup(torch.device("cuda", 0), known=False, profile=False, shares=False)
     # Another model under the same budget holds 500 MiB while this one begins, and has given them up when it is over.
     allocator.arenas, allocator.allocated = 500 * MIB, 510 * MIB
     warmup.begin([])
@@ -66,6 +66,14 @@ def test_arenas_of_other_models_may_come_and_go(allocator: Allocator) -> None:
         allocator.reserved = (10 + 200 + 300) * MIB
         warmup.after_forward()
     assert warmup.activations(0) == 300 * MIB + 300 * MIB // 64 + SLACK_NBYTES
+
+
+def test_models_that_share_a_budget_get_more_slack(allocator: Allocator) -> None:
+    warmup = started(allocator, shares=True)
+    for _ in range(FORWARDS):
+        allocator.reserved = (70 + 640) * MIB
+        warmup.after_forward()
+    assert warmup.activations(0) == (640 + 10) * MIB + SLACK_NBYTES + SHARED_SLACK_NBYTES
 
 
 def test_of_small_models_the_estimate_counts(allocator: Allocator) -> None:
@@ -100,8 +108,8 @@ def test_a_program_that_was_measured_needs_no_warm_up(allocator: Allocator) -> N
 
 
 def test_the_cpu_measures_only_to_profile() -> None:
-    assert Warmup(torch.device("cpu"), known=False, profile=False).done
-    timed = Warmup(torch.device("cpu"), known=False, profile=True)
+    assert Warmup(torch.device("cpu"), known=False, profile=False, shares=False).done
+    timed = Warmup(torch.device("cpu"), known=False, profile=True, shares=False)
     assert not timed.done
     assert timed.timer is not None
     assert timed.after_forward()
