@@ -20,15 +20,17 @@ import torch
 from fxoffload.cost import BucketCost, Costs
 from fxoffload.edits import EditWatch, elements
 from fxoffload.engine import Engine
+from fxoffload.graph import Graphs
 from fxoffload.lower import TopLevel
 from fxoffload.pack import pack_program
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program
 from fxoffload.resize import WORTH, Sizes, estimate
-from fxoffload.staged import Staged
+from fxoffload.staged import Staged, Watcher
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
+from fxoffload.transfer import Transfer
 from fxoffload.warmup import Warmup
 
 
@@ -53,6 +55,10 @@ class Binding(Planned):
         super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
+        self._last: Staged | None = None
+        """Whose slots the arena is in the end state of, while this is `engine.current`."""
+        how = program.config.cuda_graph
+        self._graphs = Graphs(program, engine, strict=how == "strict") if how else None
 
     @property
     def top(self) -> TopLevel | None:
@@ -132,7 +138,17 @@ class Binding(Planned):
             self.adopt(fresh)
 
     def _let_go(self) -> None:
-        self.staged = None
+        self.staged = self._last = None
+        if self._graphs is not None:
+            self._graphs.release()
+
+    @property
+    def captured(self) -> bool:
+        return self._graphs is not None and self._graphs.held
+
+    def lose_captures(self, why: str) -> None:
+        if self._graphs is not None:
+            self._graphs.lose(why)
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
@@ -152,26 +168,50 @@ class Binding(Planned):
                 self.replan()
             assert self.plan is not None
             engine.fit_arena(self.plan, shared)
-            if self.staged is None:
-                self.staged = Staged(self.program, self.plan, self._weights, engine.arena, engine.transfer, self._timer)
-            staged = self.staged
+            staged, forward = self._stage(inputs)
             engine.transfer.begin()
             engine.transfer.counters.reset()
-            if engine.current is not self:
+            if engine.current is not self or self._last is not staged:
                 engine.restores += 1
                 engine.present = staged.restore(engine.present)
             engine.current = None
             try:
-                outputs = staged.top.forward(*inputs)
+                outputs = forward(*inputs)
             finally:
                 self._write_back(staged, tensors)
             engine.forwards += 1
-            engine.current = self
+            engine.current, self._last = self, staged
+            if self._graphs is not None:
+                self._ran(staged, self._graphs)
             self._learn()
         target = self.program.output_device
         if target is not None:
             outputs = tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in outputs)
         return outputs
+
+    def _stage(self, inputs: Sequence[Any]) -> tuple[Staged, Callable[..., Any]]:
+        """The plan in the arena, and a forward under it: a captured one, or else the generated program."""
+        engine, plan = self.engine, self.plan
+        assert plan is not None
+        # What is to be timed has to run segment by segment.
+        if self._graphs is not None and self._timer is None and (self.warm or not self.config.profile):
+            capture = self._graphs.find(inputs, plan, self._make_staged)
+            if capture is not None:
+                return capture.staged, capture.replay
+        engine.make_room(plan)
+        if self.staged is None:
+            self.staged = self._make_staged(engine.transfer, self._timer)
+        return self.staged, self.staged.top.forward
+
+    def _make_staged(self, transfer: Transfer, watcher: Watcher | None) -> Staged:
+        assert self.plan is not None
+        return Staged(self.program, self.plan, self._weights, self.engine.arena, transfer, watcher)
+
+    def _ran(self, staged: Staged, graphs: Graphs) -> None:
+        if staged is self.staged:
+            graphs.ran_uncaptured()
+        else:
+            self.engine.replays += 1
 
     def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""

@@ -62,6 +62,8 @@ class Facts:
     """Dynamic dimensions that are inputs of the graph: (symbol, placeholder)."""
     hints: tuple[tuple[sympy.Symbol, int], ...]
     """Dynamic dimensions and the sizes that were traced."""
+    written_inputs: tuple[str, ...] = ()
+    """Placeholders that are no weights, and that the graph writes to."""
 
     def number(self, expression: sympy.Expr | int) -> int:
         """The value of an expression at the sizes that were traced."""

@@ -81,4 +81,4 @@ def late_compute(model: Any) -> None:
 def slots(model: Any) -> dict[str, Slot]:
     staged = api.bindings_of(model)[-1].staged
     assert staged is not None
-    return staged._slots
+    return staged.of_load
