@@ -15,7 +15,7 @@ from torch import nn
 import fxoffload
 from fxoffload import OffloadError, OffloadWarning, api
 from fxoffload.graph import MOST, STRIKES
-from tests.capturing import captures, capturer_of
+from tests.capturing import capturer_of, captures
 from tests.checks import EVERYTHING, assert_streams, budgets, offload, weight_nbytes
 from tests.models import Toy, rows, seeded, toy
 
@@ -43,10 +43,9 @@ def test_the_second_call_is_captured_and_every_budget_gives_the_same() -> None:
         before = replays(model)
         for k, wanted in enumerate(expected):
             assert torch.equal(compiled(rows(k)), wanted), (label, k)
-            # The second call issues anew what the first, uncaptured one had issued for it.
-            if label != "all" and k != 1:
-                assert_streams(model)
         assert replays(model) == before + 4, label
+        if label != "all":
+            assert_streams(model)
         assert len(capturer_of(model).graphs) == 1
     assert fxoffload.stats(model).forwards == 1 + 5 * len(budgets(model))
 
@@ -185,9 +184,10 @@ def test_two_models_with_graphs() -> None:
 def test_other_shapes_get_captures_of_their_own_up_to_a_number() -> None:
     model = toy(5)
     compiled, plain = graphed(model, dynamic=True), offload(toy(5), dynamic=True)
-    compiled(rows(0, n=7))
+    compiled(rows(0, n=105))
     fxoffload.set_memory_budget(model, budgets(model)["half"])
-    sizes = range(5, 5 + MOST + 2)
+    # So close to each other that all run under one plan.
+    sizes = range(100, 100 + MOST + 2)
     for again in range(3):
         for n in sizes:
             assert torch.equal(compiled(rows(again, n=n)), plain(rows(again, n=n)))
@@ -406,7 +406,8 @@ class TestGivenUp:
         budget = fxoffload.Budget(40_000)
         runs = [offload(model, cuda_graph=True, memory_budget=budget) for model in models]
         expected = [offload(toy(4, seed=seed), memory_budget=EVERYTHING)(rows(0)) for seed in (0, 1)]
-        with pytest.warns(OffloadWarning) as caught:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             for _ in range(STRIKES + 1):
                 for run, wanted in zip(runs, expected, strict=True):
                     for _ in range(3):
@@ -414,7 +415,7 @@ class TestGivenUp:
         assert [str(w.message).split(": ", 3)[3].split(";")[0] for w in caught] == [
             "another model under its budget takes the memory of its captures before they have paid"
         ] * len(caught)
-        assert len(caught) in (1, 2)
+        assert 1 <= len(caught) <= 2
 
     @torch.no_grad()
     def test_captures_that_fit_beside_another_model_stay(self) -> None:
