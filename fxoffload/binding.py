@@ -11,6 +11,7 @@ they show (`warmup`), unless everything fits with room to spare.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,12 +21,12 @@ import torch
 from fxoffload.cost import BucketCost, Costs
 from fxoffload.edits import EditWatch, elements
 from fxoffload.engine import Engine
-from fxoffload.graph import Graphs
+from fxoffload.graph import Graphs, idle_elsewhere
 from fxoffload.lower import TopLevel
 from fxoffload.pack import pack_program
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
-from fxoffload.program import Program
+from fxoffload.program import Program, picker
 from fxoffload.resize import WORTH, Sizes, estimate
 from fxoffload.staged import Staged, Watcher
 from fxoffload.store import HostBucket, HostWeight
@@ -43,15 +44,24 @@ class Binding(Planned):
         self.ids = tuple(map(id, tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
         self._checked = [(i, packed) for i, tensor in tensors.items() if (packed := engine.store.find(tensor)) is not None]
+        self._packed = [packed for _, packed in self._checked]
+        self._pick = picker([i for i, _ in self._checked])
         # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
-        for _, packed in self._checked:
+        for packed in self._packed:
             engine.forget(packed)
-        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for _, packed in self._checked])
+        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for packed in self._packed])
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._sizes = Sizes(program)
         costs, known = self._price(), program in engine.measured
-        warmup = Warmup(program.onload, engine.arena, known=known, profile=program.config.profile)
+        found = weakref.ref(engine)
+        warmup = Warmup(
+            program.onload,
+            engine.arena,
+            known=known,
+            profile=program.config.profile,
+            idle=lambda: idle_elsewhere(engine) if (engine := found()) is not None else 0,
+        )
         super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
@@ -158,12 +168,13 @@ class Binding(Planned):
         inputs = [args[position] for position, _, _ in self.program.inputs]
         shared = engine.shared_budget(self.config)
         with engine.lock, shared.lock if shared is not None else nullcontext():
-            tensors = [args[i] for i, _ in self._checked]
-            self._see_edits(self._watch, [packed for _, packed in self._checked], tensors)
+            tensors = self._pick(args)
+            self._see_edits(self._watch, self._packed, tensors)
             if self._sizes.changed(args):
                 self._resize()
             if self.plan is None:
                 if not self._warmup.done:
+                    engine.make_room(None)
                     self._warmup.begin(inputs)
                 self.replan()
             assert self.plan is not None

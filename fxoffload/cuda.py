@@ -26,6 +26,16 @@ _unfinished: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed: the allocator keeps pointers to them."""
 
 
+def idle_nbytes(device: torch.device, capturer: CudaCapturer | None) -> int:
+    """What memory pools hold without using it now: all but the allocator's own and that of a capturer."""
+    known = ((0, 0), capturer.pool if capturer is not None else None)
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) not in known
+    )
+
+
 class CudaCapturer:
     """`capture.Capturer` for CUDA. `transfer`: the engine's own, whose copy stream is `outside`."""
 
@@ -36,7 +46,7 @@ class CudaCapturer:
         self.copies = torch.cuda.Stream(self._device) if transfer.overlap else self.compute
         self.nbytes = 0
         self._live = 0
-        self._pool: Any = None
+        self.pool: Any = None
 
     def caller(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
@@ -58,8 +68,8 @@ class CudaCapturer:
     def capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """What the allocator has cached is given back first: what a forward needs is not held twice."""
         self._settle()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
@@ -71,8 +81,8 @@ class CudaCapturer:
         finally:
             if collects:
                 gc.enable()
-        # The workspace of this capture lies in the pool, where the next capture may use it, too.
-        torch._C._cuda_clearCublasWorkspaces()
+            # The workspace of this capture lies in the pool, where the next one may use it, too.
+            torch._C._cuda_clearCublasWorkspaces()
         self._live += 1
         self.nbytes += torch.cuda.memory_reserved(self._device) - before
         return graph, result
@@ -85,7 +95,7 @@ class CudaCapturer:
             graph.reset()
         self._live -= len(graphs)
         if not self._live:
-            self.nbytes, self._pool = 0, None
+            self.nbytes, self.pool = 0, None
             torch.cuda.empty_cache()
 
     def _settle(self) -> None:
@@ -95,7 +105,7 @@ class CudaCapturer:
 
     def _record(self, graph: torch.cuda.CUDAGraph, work: Callable[[], T]) -> T:
         # Other threads may go on with what they do.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             result = work()
         except BaseException:
@@ -116,9 +126,9 @@ class CudaCapturer:
         _unfinished.append(graph)
         for tell in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             with contextlib.suppress(RuntimeError):
-                tell(self._device.index, self._pool)
+                tell(self._device.index, self.pool)
         if not self._live:
-            self._pool = None
+            self.pool = None
         well = torch.cuda.CUDAGraph()
         with torch.inference_mode(False):
             cell = torch.zeros(1, device=self._device)

@@ -147,14 +147,13 @@ class Engine:
             planned.lose_captures("another model under its budget takes the memory of its captures before they have paid")
         self._allocate(0)
 
-    def make_room(self, plan: Plan) -> None:
-        """Before an uncaptured forward under a plan: captures of this model that do not fit beside it are given back."""
-        if self.captured_nbytes and self.arena_nbytes + plan.activation_nbytes > plan.budget_nbytes:
-            for planned in self.planned:
-                if planned.captured:
-                    planned.lose_captures(
-                        "an uncaptured forward of the model takes the memory of its captures before they have paid"
-                    )
+    def make_room(self, plan: Plan | None) -> None:
+        """Before an uncaptured forward: captures of this model that do not fit beside it are given back; all if no plan says."""
+        if plan is not None and self.arena_nbytes + plan.activation_nbytes <= plan.budget_nbytes:
+            return
+        for planned in self.planned:
+            if planned.captured:
+                planned.lose_captures("uncaptured forwards of the model take the memory of its captures before they have paid")
 
     def fit_arena(self, plan: Plan, shared: Budget | None) -> None:
         """Make the arena as long as a plan needs, and no longer than its budget allows."""

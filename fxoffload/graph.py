@@ -61,6 +61,15 @@ def capturer_for(engine: Engine) -> Capturer | str:
     return CudaCapturer(engine.transfer)
 
 
+def idle_elsewhere(engine: Engine) -> int:
+    """Device memory that captures of other models, and the user's own, hold without using it now."""
+    if engine.device.type != "cuda":
+        return 0
+    from fxoffload.cuda import CudaCapturer, idle_nbytes
+
+    return idle_nbytes(engine.device, engine.capturer if isinstance(engine.capturer, CudaCapturer) else None)
+
+
 class _Kind(enum.Enum):
     """What an input is to a capture: copied in, used where it lies because the graph writes to it, or just handed through."""
 
