@@ -28,6 +28,8 @@ _unfinished: list[torch.cuda.CUDAGraph] = []
 
 def idle_nbytes(device: torch.device, capturer: CudaCapturer | None) -> int:
     """What memory pools hold without using it now: all but the allocator's own and that of a capturer."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return 0
     known = ((0, 0), capturer.pool if capturer is not None else None)
     return sum(
         segment["total_size"] - segment["allocated_size"]

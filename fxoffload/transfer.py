@@ -111,8 +111,10 @@ class StreamTransfer:
         self.counters.nbytes_copied += slot.nbytes
 
     def wait(self, slot: Slot) -> None:
-        self.counters.stalls += not slot.ready.query()
-        self._compute_stream.wait_event(slot.ready)
+        # What the host sees done is done for all that is launched from here on.
+        if not slot.ready.query():
+            self.counters.stalls += 1
+            self._compute_stream.wait_event(slot.ready)
 
     def evict(self, slot: Slot) -> None:
         if self._poison:
