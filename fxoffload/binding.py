@@ -11,6 +11,7 @@ they show (`warmup`), unless everything fits with room to spare.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,16 +21,18 @@ import torch
 from fxoffload.cost import BucketCost, Costs
 from fxoffload.edits import EditWatch, elements
 from fxoffload.engine import Engine
+from fxoffload.graph import Graphs, idle_elsewhere
 from fxoffload.lower import TopLevel
 from fxoffload.machine import Machine
 from fxoffload.pack import pack_program
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
-from fxoffload.program import Program
+from fxoffload.program import Program, picker
 from fxoffload.resize import WORTH, Sizes, estimate
-from fxoffload.staged import Staged
+from fxoffload.staged import Staged, Watcher
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
+from fxoffload.transfer import Transfer
 from fxoffload.warmup import Warmup
 
 
@@ -42,19 +45,31 @@ class Binding(Planned):
         self.ids = tuple(map(id, tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
         self._checked = [(i, packed) for i, tensor in tensors.items() if (packed := engine.store.find(tensor)) is not None]
+        self._packed = [packed for _, packed in self._checked]
+        self._pick = picker([i for i, _ in self._checked])
         # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
-        for _, packed in self._checked:
+        for packed in self._packed:
             engine.forget(packed)
-        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for _, packed in self._checked])
+        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for packed in self._packed])
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._sizes = Sizes(program)
         costs, known = self._price(), program in engine.measured
-        shares = engine.shared_budget(program.config) is not None
-        warmup = Warmup(program.onload, known=known, profile=program.config.profile, shares=shares)
+        found = weakref.ref(engine)
+        warmup = Warmup(
+            program.onload,
+            known=known,
+            profile=program.config.profile,
+            shares=engine.shared_budget(program.config) is not None,
+            idle=lambda: idle_elsewhere(engine) if (engine := found()) is not None else 0,
+        )
         super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
+        self._last: Staged | None = None
+        """Whose slots the arena is in the end state of, while this is `engine.current`."""
+        how = program.config.cuda_graph
+        self._graphs = Graphs(program, engine, strict=how == "strict") if how else None
 
     @property
     def machine(self) -> Machine:
@@ -138,7 +153,17 @@ class Binding(Planned):
             self.adopt(fresh)
 
     def _let_go(self) -> None:
-        self.staged = None
+        self.staged = self._last = None
+        if self._graphs is not None:
+            self._graphs.release()
+
+    @property
+    def captured(self) -> bool:
+        return self._graphs is not None and self._graphs.held
+
+    def lose_captures(self, why: str) -> None:
+        if self._graphs is not None:
+            self._graphs.lose(why)
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
@@ -148,8 +173,8 @@ class Binding(Planned):
         inputs = [args[position] for position, _, _ in self.program.inputs]
         shared = engine.shared_budget(self.config)
         with engine.lock, shared.lock if shared is not None else nullcontext():
-            tensors = [args[i] for i, _ in self._checked]
-            self._see_edits(self._watch, [packed for _, packed in self._checked], tensors)
+            tensors = self._pick(args)
+            self._see_edits(self._watch, self._packed, tensors)
             if self._sizes.changed(args):
                 self._resize()
             fresh = self.plan is None
@@ -158,27 +183,52 @@ class Binding(Planned):
             assert self.plan is not None
             engine.fit_arena(self.plan, shared)
             if fresh and not self._warmup.done:
+                engine.make_room(None)
                 self._warmup.begin(inputs)
-            if self.staged is None:
-                self.staged = Staged(self.program, self.plan, self._weights, engine.arena, engine.transfer, self._timer)
-            staged = self.staged
+            staged, forward = self._stage(inputs)
             engine.transfer.begin()
             engine.transfer.counters.reset()
-            if engine.current is not self:
+            if engine.current is not self or self._last is not staged:
                 engine.restores += 1
                 engine.present = staged.restore(engine.present)
             engine.current = None
             try:
-                outputs = staged.top.forward(*inputs)
+                outputs = forward(*inputs)
             finally:
                 self._write_back(staged, tensors)
             engine.forwards += 1
-            engine.current = self
+            engine.current, self._last = self, staged
+            if self._graphs is not None:
+                self._ran(staged, self._graphs)
             self._learn()
         target = self.program.output_device
         if target is not None:
             outputs = tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in outputs)
         return outputs
+
+    def _stage(self, inputs: Sequence[Any]) -> tuple[Staged, Callable[..., Any]]:
+        """The plan in the arena, and a forward under it: a captured one, or else the generated program."""
+        engine, plan = self.engine, self.plan
+        assert plan is not None
+        # What is to be timed has to run segment by segment.
+        if self._graphs is not None and self._timer is None and (self.warm or not self.config.profile):
+            capture = self._graphs.find(inputs, plan, self._make_staged)
+            if capture is not None:
+                return capture.staged, capture.replay
+        engine.make_room(plan)
+        if self.staged is None:
+            self.staged = self._make_staged(engine.transfer, self._timer)
+        return self.staged, self.staged.top.forward
+
+    def _make_staged(self, transfer: Transfer, watcher: Watcher | None) -> Staged:
+        assert self.plan is not None
+        return Staged(self.program, self.plan, self._weights, self.engine.arena, transfer, watcher)
+
+    def _ran(self, staged: Staged, graphs: Graphs) -> None:
+        if staged is self.staged:
+            graphs.ran_uncaptured()
+        else:
+            self.engine.replays += 1
 
     def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""

@@ -25,6 +25,7 @@ from fxoffload.store import HostStore, HostTensor
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
 if TYPE_CHECKING:
+    from fxoffload.capture import Capturer
     from fxoffload.plan import Plan
     from fxoffload.planned import Planned
     from fxoffload.program import Program
@@ -52,6 +53,8 @@ class Stats:
     forwards: int
     restores: int
     """How often a forward had to bring the arena into its plan's start state: first calls, edits, other graphs, exceptions."""
+    replays: int
+    """How many of the forwards were replays of a captured one."""
 
 
 class Engine:
@@ -77,8 +80,11 @@ class Engine:
         self.planned: list[Planned] = []
         self.measured: weakref.WeakKeyDictionary[Program, float] = weakref.WeakKeyDictionary()
         """What a forward of a program takes besides the arena, where it was measured, as a multiple of its estimate."""
+        self.capturer: Capturer | str | None = None
+        """What captures forwards, or why nothing does; None until a graph asks for it."""
         self.forwards = 0
         self.restores = 0
+        self.replays = 0
         self._auto_budget: int | None = None
         self._finalizer = weakref.finalize(self, _close, self.store, self.transfer)
         self._finalizer.atexit = False
@@ -127,11 +133,19 @@ class Engine:
         self.current = None
 
     @property
+    def captured_nbytes(self) -> int:
+        """What captured forwards hold."""
+        return 0 if self.capturer is None or isinstance(self.capturer, str) else self.capturer.nbytes
+
+    @property
     def arena_nbytes(self) -> int:
-        return self.arena.nbytes
+        """What the model holds between forwards."""
+        return self.arena.nbytes + self.captured_nbytes
 
     def give_up_arena(self) -> None:
         """Free the arena, for another model under the same budget. The next forward takes one anew."""
+        for planned in self.planned:
+            planned.lose_captures("another model under its budget takes the memory of its captures before they have paid")
         self._allocate(0)
 
     def free_cached(self) -> None:
@@ -139,6 +153,14 @@ class Engine:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
             torch.accelerator.empty_cache()
+
+    def make_room(self, plan: Plan | None) -> None:
+        """Before an uncaptured forward: captures of this model that do not fit beside it are given back; all if no plan says."""
+        if plan is not None and self.arena_nbytes + plan.activation_nbytes <= plan.budget_nbytes:
+            return
+        for planned in self.planned:
+            if planned.captured:
+                planned.lose_captures("uncaptured forwards of the model take the memory of its captures before they have paid")
 
     def fit_arena(self, plan: Plan, shared: Budget | None) -> None:
         """Make the arena as long as a plan needs, and no longer than its budget allows."""
@@ -181,6 +203,7 @@ class Engine:
             stalls=counters.stalls,
             forwards=self.forwards,
             restores=self.restores,
+            replays=self.replays,
         )
 
 

@@ -62,6 +62,8 @@ class Facts:
     """Dynamic dimensions, and where a call shows them: (symbol, placeholder, dimension of that tensor; None: it is an int)."""
     hints: tuple[tuple[sympy.Symbol, int], ...]
     """Dynamic dimensions and the sizes that were traced."""
+    written_inputs: tuple[str, ...] = ()
+    """Placeholders that are no weights, and that the graph writes to."""
 
     def number(self, expression: sympy.Expr | int) -> int:
         """The value of an expression at the sizes that were traced."""

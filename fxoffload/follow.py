@@ -250,7 +250,9 @@ class Follower(Planned):
             self.replan()
         assert self.plan is not None
         engine.fit_arena(self.plan, engine.shared_budget(self.config))
-        if fresh and not self._warmup.done:
+        measures = fresh and not self._warmup.done
+        engine.make_room(None if measures else self.plan)
+        if measures:
             self._warmup.begin(inputs)
         if self._slots is None:
             hosts = {w.bucket.name: w.bucket for w in self._whole.values()}

@@ -69,6 +69,14 @@ class Planned:
         """Drop every view of the arena."""
         raise NotImplementedError
 
+    @property
+    def captured(self) -> bool:
+        """Whether captured forwards of it hold memory."""
+        return False
+
+    def lose_captures(self, why: str) -> None:
+        """Others need the memory that captured forwards hold."""
+
     def smallest_budget(self, *, overlap: bool = False) -> int:
         """The least budget, in bytes, that this runs in (`planner.smallest_budget`).
 

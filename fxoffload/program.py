@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -52,6 +53,13 @@ class Program:
 
     def __str__(self) -> str:
         return "\n\n".join(str(stage) for stage in (self.machine, self.facts, self.blocks, self.buckets))
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that picks these of a call's arguments: there may be a thousand, at every call."""
+    if len(positions) < 2:
+        return lambda args: tuple(args[i] for i in positions)
+    return itemgetter(*positions)
 
 
 def input_names(placeholders: list[str]) -> list[str]:

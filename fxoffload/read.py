@@ -221,7 +221,7 @@ def _read_facts(
 ) -> Facts:
     fakes, weight_names = _fake_inputs(gm, example_inputs, onload, names, allow_meta=allow_meta)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
+    versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if isinstance(f, torch.Tensor)}
     reader = _Reader(gm)
     with torch._dynamo.utils.preserve_rng_state(), torch.no_grad(), _fake_mode(), enable_python_dispatcher():
         reader.run(*fakes)
@@ -259,6 +259,11 @@ def _read_facts(
         output_weights=_output_weights(outputs, storage_of_weight, weights),
         symbols=_symbols(placeholders, example_inputs, fakes),
         hints=_hints(),
+        written_inputs=tuple(
+            node.name
+            for node, fake in zip(placeholders, fakes, strict=True)
+            if node.name in versions and node.name not in weight_names and fake._version != versions[node.name]
+        ),
     )
     return _settled(facts)
 

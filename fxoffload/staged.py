@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -13,11 +14,16 @@ from fxoffload.debug import switches
 from fxoffload.lower import TopLevel, generate
 from fxoffload.names import identifier
 from fxoffload.plan import Plan
-from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program
 from fxoffload.slots import Slots
 from fxoffload.store import HostWeight
 from fxoffload.transfer import Transfer
+
+
+class Watcher(Protocol):
+    """Who is to see segments run: puts something around their programs."""
+
+    def wrap(self, programs: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]: ...
 
 
 class Staged(Slots):
@@ -30,7 +36,7 @@ class Staged(Slots):
         weights: Mapping[str, HostWeight],
         arena: Arena,
         transfer: Transfer,
-        timer: SegmentTimer | None,
+        watcher: Watcher | None,
     ) -> None:
         super().__init__(plan, {w.bucket.name: w.bucket for w in weights.values()}, arena, transfer)
         self._weights = weights
@@ -39,13 +45,13 @@ class Staged(Slots):
             for w in program.facts.weights
             if w.placeholder not in weights
         }
-        self.top = self._generate(program, timer)
+        self.top = self._generate(program, watcher)
 
-    def _generate(self, program: Program, timer: SegmentTimer | None) -> TopLevel:
+    def _generate(self, program: Program, watcher: Watcher | None) -> TopLevel:
         dump = switches().dump
         top = generate(
             passes.run(program.top, self.plan, dump=dump),
-            programs=timer.wrap(program.programs) if timer is not None else program.programs,
+            programs=watcher.wrap(program.programs) if watcher is not None else program.programs,
             weights=frozenset(w.placeholder for w in program.facts.weights),
             weight=self._viewer(),
             inputs={placeholder: name for _, placeholder, name in program.inputs},

@@ -4,7 +4,7 @@ The estimate of the activations comes from liveness; what a forward really takes
 fusion saves, and the allocator's fragmentation. So the first `FORWARDS` forwards run with the least staging that works: one warms
 kernels up, the others show what the allocator comes to hold,
 
-    activations = reserved - arenas - what others had allocated before, the graph's inputs left out
+    activations = reserved - arenas - what others had allocated before, the graph's inputs left out - pools of others' captures
 
 and the plan is made with that: memory that is reserved around the tensors of others, and of no use to them, counts here. The next
 `WATCHED` forwards are watched: should they take more, the plan is made again.
@@ -12,7 +12,7 @@ and the plan is made with that: memory that is reserved around the tensors of ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,11 +33,14 @@ AMPLE_NBYTES = 256 << 20
 
 
 class Warmup:
-    """Counts forwards. `timer` is set while segments are to be timed."""
+    """Counts forwards. `timer` is set while segments are to be timed. `idle`: bytes of others' captures that are in no tensor."""
 
-    def __init__(self, device: torch.device, *, known: bool, profile: bool, shares: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, known: bool, profile: bool, shares: bool, idle: Callable[[], int] = lambda: 0
+    ) -> None:
         """`shares`: other models run under the same budget."""
         self._device = device
+        self._idle = idle
         self._measures = device.type != "cpu" and not known
         self._forwards = FORWARDS if self._measures else int(profile)
         self._watched = WATCHED if self._measures else 0
@@ -88,7 +91,8 @@ class Warmup:
         return max(self._held_nbytes() - activation_nbytes, 0)
 
     def _held_nbytes(self) -> int:
-        return torch.accelerator.memory_reserved(self._device) - nbytes_of_arenas(self._device) - self._foreign_nbytes
+        held = torch.accelerator.memory_reserved(self._device) - nbytes_of_arenas(self._device) - self._foreign_nbytes
+        return held - self._idle()
 
     def _settle(self) -> None:
         """Let the allocator give back what it can."""
