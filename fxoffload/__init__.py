@@ -7,9 +7,18 @@ from fxoffload.api import get_plan, refresh, set_memory_budget, smallest_budget,
 from fxoffload.backend import layerwise
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig
+from fxoffload.doors import (
+    enable_layerwise_offload,
+    get_layerwise_offload_handles,
+    layerwise_cpu_offload,
+    layerwise_offload,
+    remove_layerwise_offload,
+)
 from fxoffload.errors import BudgetError, ConfigError, GradientError, OffloadError, OffloadWarning, PlanError, WeightError
+from fxoffload.handle import LayerwiseOffloadHandle
 from fxoffload.machine import Machine
 from fxoffload.measure import Measurement, measure
+from fxoffload.pipelines import LayerwiseOffloadHandleGroup
 from fxoffload.plan import Plan
 from fxoffload.report import Explanation, explain
 
@@ -21,6 +30,8 @@ __all__ = [
     "ConfigError",
     "Explanation",
     "GradientError",
+    "LayerwiseOffloadHandle",
+    "LayerwiseOffloadHandleGroup",
     "Machine",
     "Measurement",
     "OffloadConfig",
@@ -29,11 +40,16 @@ __all__ = [
     "Plan",
     "PlanError",
     "WeightError",
+    "enable_layerwise_offload",
     "explain",
+    "get_layerwise_offload_handles",
     "get_plan",
     "layerwise",
+    "layerwise_cpu_offload",
+    "layerwise_offload",
     "measure",
     "refresh",
+    "remove_layerwise_offload",
     "set_memory_budget",
     "smallest_budget",
     "stats",

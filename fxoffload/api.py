@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -16,18 +15,28 @@ from fxoffload.cost import Costs
 from fxoffload.engine import Engine, Stats, find_engine
 from fxoffload.errors import OffloadError
 from fxoffload.plan import Plan
+from fxoffload.planned import Planned
+
+
+class Handle:
+    """What stands for an offloaded module wherever a function takes a model."""
+
+    root: torch.nn.Module
+    engine: Engine
 
 
 def module_of(model: Any) -> torch.nn.Module:
     """The module itself. Raises TypeError for what is none."""
-    module = getattr(model, "_orig_mod", model)
+    module = model.root if isinstance(model, Handle) else getattr(model, "_orig_mod", model)
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"api: {type(model).__name__}: give a torch.nn.Module, or what torch.compile made of one")
+        raise TypeError(f"api: {type(model).__name__}: give a torch.nn.Module, what torch.compile made of one, or a handle")
     return module
 
 
 def engine_of(model: Any) -> Engine:
     """The engine of a model. Raises OffloadError when no compiled call has packed its weights yet."""
+    if isinstance(model, Handle):
+        return model.engine
     module = module_of(model)
     engine = find_engine([*chain(module.parameters(), module.buffers())])
     if engine is None:
@@ -38,11 +47,36 @@ def engine_of(model: Any) -> Engine:
     return engine
 
 
-def bindings_of(model: Any) -> list[Binding]:
-    """Every compiled graph of a model with its plan, the one that ran last at the end."""
+def planned_of(model: Any) -> list[Planned]:
+    """All that runs by a plan of a model, what ran last at the end."""
     engine = engine_of(model)
     with engine.lock:
-        return sorted((b for b in engine.bindings if b.plan is not None), key=lambda b: b is engine.current)
+        return sorted((p for p in engine.planned if p.plan is not None), key=lambda p: p is engine.current)
+
+
+def bindings_of(model: Any) -> list[Binding]:
+    """Every compiled graph of a model with its plan, the one that ran last at the end."""
+    return [planned for planned in planned_of(model) if isinstance(planned, Binding)]
+
+
+def last_binding(model: Any) -> Binding:
+    """The compiled graph that ran last. Raises OffloadError for a model that runs without a compiler."""
+    bindings = bindings_of(model)
+    if not bindings:
+        raise OffloadError(
+            f"api: {type(module_of(model)).__name__}: no compiled graph of it has run, and what runs without a compiler has no "
+            "segments to be timed; compile it with torch.compile(model, backend='layerwise') and call it once"
+        )
+    return bindings[-1]
+
+
+def _ran(model: Any) -> list[Planned]:
+    planned = planned_of(model)
+    if not planned:
+        raise OffloadError(
+            f"api: {type(module_of(model)).__name__}: it has not run yet, and plans are made at the first call; call it once"
+        )
+    return planned
 
 
 def stats(model: Any) -> Stats:
@@ -52,12 +86,7 @@ def stats(model: Any) -> Stats:
 
 def get_plan(model: Any) -> Plan:
     """The plan of the graph that ran last."""
-    bindings = bindings_of(model)
-    if not bindings:
-        raise OffloadError(
-            f"api: {type(module_of(model)).__name__}: it has not run yet, and plans are made at the first call; call it once"
-        )
-    found = bindings[-1].plan
+    found = _ran(model)[-1].plan
     assert found is not None
     return found
 
@@ -70,16 +99,16 @@ def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> 
     engine = engine_of(model)
     with engine.lock:
         before = engine.budget
-        bindings = [b for b in engine.bindings if b.plan is not None]
+        planned = planned_of(model)
         engine.budget = OffloadConfig(memory_budget=memory_budget, onload_device=engine.device)  # type: ignore[arg-type]
         try:
-            for binding in bindings:
-                binding.decide(engine.budget_nbytes(binding.program.config))
+            for one in planned:
+                one.decide(engine.budget_nbytes(one.config))
         except Exception:
             engine.budget = before
             raise
-        for binding in bindings:
-            binding.replan()
+        for one in planned:
+            one.replan()
 
 
 def smallest_budget(model: Any, *, overlap: bool = True) -> int:
@@ -87,7 +116,7 @@ def smallest_budget(model: Any, *, overlap: bool = True) -> int:
 
     Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there.
     """
-    return max(binding.smallest_budget(overlap=overlap) for binding in bindings_of(model))
+    return max(planned.smallest_budget(overlap=overlap) for planned in _ran(model))
 
 
 def profile(model: Any, call: Callable[[], object]) -> Costs:
@@ -96,8 +125,7 @@ def profile(model: Any, call: Callable[[], object]) -> Costs:
     Equal segments get their median. The plan stays as it is. Call it with everything resident for times that no waiting copy has
     given the device a rest between.
     """
-    binding = bindings_of(model)[-1]
-    return binding.profile(call)
+    return last_binding(model).profile(call)
 
 
 def refresh(model: Any) -> None:
@@ -109,8 +137,3 @@ def refresh(model: Any) -> None:
     engine = engine_of(model)
     with engine.lock:
         engine.refresh()
-
-
-def settings(model: Any) -> dict[str, Any]:
-    """The settings that the graph that ran last was compiled with."""
-    return {f.name: getattr(bindings_of(model)[-1].program.config, f.name) for f in dataclasses.fields(OffloadConfig)}

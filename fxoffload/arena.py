@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 POISON = 0xFF
 """Evicted bytes read as NaN in every floating dtype of 16 bits and more."""
 
 
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def nbytes_of_arenas(device: torch.device) -> int:
+    """Bytes of all arenas on a device."""
+    return sum(arena.nbytes for arena in _arenas if arena.device == device)
+
+
 class Arena:
     """One uint8 tensor."""
 
     def __init__(self, device: torch.device) -> None:
+        _arenas.add(self)
         self.device = device
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 

@@ -20,13 +20,16 @@ from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger, start_logging, switches
 from fxoffload.dispatch import Dispatch, place
-from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
+from fxoffload.eager import attachment_of
+from fxoffload.engine import available_device
+from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.facts import Facts
+from fxoffload.foreign import refuse_foreign_hooks
 from fxoffload.hostalias import is_weight, placeholder_source, register_alias
 from fxoffload.lower import compile_segments
 from fxoffload.machine import Machine
 from fxoffload.names import dotted_name
-from fxoffload.owner import calling_line, owner_of, tensor_names
+from fxoffload.owner import calling_line, owner_of, running_roots, tensor_names
 from fxoffload.pack import pack_program
 from fxoffload.passes.base import copy_graph
 from fxoffload.price import price
@@ -37,11 +40,14 @@ from fxoffload.select import selected_weights
 from fxoffload.sink import sink_views
 from fxoffload.sizes import show_size
 from fxoffload.split import crossing_weights, split_graph
+from fxoffload.units import declared_paths
 
 BACKEND = "layerwise"
 _LARGEST_BUCKET_NBYTES = 112 << 20
 _LEAST_BUCKET_NBYTES = 4 << 20
 _PIECES = 12
+_STAGES = ("config: ", "select: ", "units: ")
+"""Their errors are for a user, of whatever type they are."""
 
 _warned_breaks: set[str] = set()
 _warned_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -57,12 +63,16 @@ def layerwise(
     """
     start_logging(switches())
     try:
-        config = OffloadConfig.from_options(options, mode=mode)
-        program = analyse(gm, example_inputs, config)
+        weights = [t for n, t in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True) if is_weight(n, t)]
+        root = owner_of(weights[0]) if weights else None
+        if root is not None:
+            refuse_foreign_hooks(root)
+        config = OffloadConfig.from_options(options, mode=mode, base=attached_config(root))
+        program = analyse(gm, example_inputs, config, root=root)
         dispatch = Dispatch(_compile(program, example_inputs))
         dispatch.bind(example_inputs)
     except (OffloadError, TypeError, AttributeError) as error:
-        if not isinstance(error, OffloadError) and not str(error).startswith(("config: ", "select: ")):
+        if not isinstance(error, OffloadError) and not str(error).startswith(_STAGES):
             raise
         return _refusal(error)
     return dispatch
@@ -103,7 +113,7 @@ def analyse(
     sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
     facts = read_facts(gm, inputs, onload, names, allow_meta=not runs)
     watch.lap("facts")
-    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes)
+    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=_declared(root, _part_of(reals, names)))
     watch.lap("blocks")
     machine = machine or machine_of(onload)
     watch.lap("machine")
@@ -186,26 +196,21 @@ def _refusal(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-def available_device(device: torch.device) -> torch.device:
-    """The device with its index. Raises ConfigError where it is not there."""
-    if device.type == "cpu":
-        return device
-    current = torch.accelerator.current_accelerator(check_available=True)
-    if current is None or current.type != device.type:
-        there = "no accelerator" if current is None else f"{current.type!r}"
-        raise ConfigError(
-            f"backend: onload_device: {str(device)!r} is not available, this machine has {there}; "
-            "pass onload_device='cpu' to run here"
-        )
-    index: Any = device.index  # None for a bare "cuda", which torch's annotation leaves out
-    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
+def attached_config(root: torch.nn.Module | None) -> OffloadConfig | None:
+    """The settings of a model that `layerwise_offload` offloads, which a compiled graph of it takes over."""
+    attachment = attachment_of(root) if root is not None else None
+    return attachment.config if attachment is not None else None
 
 
 def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
     """The onload device while tracing. Bad options are not reported here, inside Dynamo, but by `layerwise`."""
     options = kwargs.get("options") or {}
     try:
-        device = available_device(torch.device(options.get("onload_device", "cuda")))
+        chosen = options.get("onload_device")
+        if chosen is None:
+            attached = next((c for root in running_roots() if (c := attached_config(root)) is not None), None)
+            chosen = attached.onload_device if attached is not None else "cuda"
+        device = available_device(torch.device(chosen))
     except (RuntimeError, TypeError):
         return torch.device("cpu")
     if device.type != "cpu" and options.get("segment_compiler", "inductor") == "inductor":
@@ -226,6 +231,14 @@ def _bucket_limit(config: OffloadConfig, total_nbytes: int) -> int:
     if config.max_bucket_bytes != "auto":
         return config.max_bucket_bytes
     return max(_LEAST_BUCKET_NBYTES, min(_LARGEST_BUCKET_NBYTES, total_nbytes // _PIECES))
+
+
+def _declared(root: torch.nn.Module | None, part: str) -> set[str]:
+    """Paths of the blocks that the model's classes declare, as seen from its submodule `part`, whose call was traced."""
+    if root is None:
+        return set()
+    prefix = f"{part}." if part else ""
+    return {path.removeprefix(prefix) for path in declared_paths(root) if path.startswith(prefix)}
 
 
 def _is_broken(gm: fx.GraphModule) -> bool:

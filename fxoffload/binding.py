@@ -11,7 +11,6 @@ they show (`warmup`), unless everything fits with room to spare.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,55 +19,61 @@ from typing import Any
 import torch
 
 from fxoffload.cost import BucketCost, Costs
-from fxoffload.debug import logger, switches
 from fxoffload.edits import EditWatch, elements
 from fxoffload.engine import Engine
+from fxoffload.graph import Graphs, idle_elsewhere
 from fxoffload.lower import TopLevel
+from fxoffload.machine import Machine
 from fxoffload.pack import pack_program
-from fxoffload.plan import Plan
-from fxoffload.planner import Knobs, make_plan, smallest_budget
+from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
-from fxoffload.program import Program
+from fxoffload.program import Program, picker
 from fxoffload.resize import WORTH, Sizes, estimate
-from fxoffload.staged import Staged
+from fxoffload.staged import Staged, Watcher
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
-from fxoffload.verify import check_plan
-from fxoffload.warmup import AMPLE_NBYTES, Warmup
+from fxoffload.transfer import Transfer
+from fxoffload.warmup import Warmup
 
 
-class Binding:
-    """One program with the weights of one engine. Held by the engine; programs find it weakly."""
+class Binding(Planned):
+    """One program with the weights of one engine. Programs find it weakly."""
 
     def __init__(self, program: Program, engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
         """`tensors` and `names` (qualified names) of the weights by their position among a call's arguments."""
         self.program = program
-        self._engine = weakref.ref(engine)
         self.ids = tuple(map(id, tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
         self._checked = [(i, packed) for i, tensor in tensors.items() if (packed := engine.store.find(tensor)) is not None]
+        self._packed = [packed for _, packed in self._checked]
+        self._pick = picker([i for i, _ in self._checked])
         # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
-        for _, packed in self._checked:
+        for packed in self._packed:
             engine.forget(packed)
-        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for _, packed in self._checked])
+        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for packed in self._packed])
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
-        self.costs = self._price()
         self._sizes = Sizes(program)
-        self.activation_nbytes = int(estimate(self.costs) * engine.measured.get(program, 1.0))
-        known = program in engine.measured
-        self._warmup = Warmup(program.onload, engine.arena, known=known, profile=program.config.profile)
-        self._timer = self._warmup.timer
-        self.plan: Plan | None = None
+        costs, known = self._price(), program in engine.measured
+        found = weakref.ref(engine)
+        warmup = Warmup(
+            program.onload,
+            known=known,
+            profile=program.config.profile,
+            shares=engine.shared_budget(program.config) is not None,
+            idle=lambda: idle_elsewhere(engine) if (engine := found()) is not None else 0,
+        )
+        super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
+        self._last: Staged | None = None
+        """Whose slots the arena is in the end state of, while this is `engine.current`."""
+        how = program.config.cuda_graph
+        self._graphs = Graphs(program, engine, strict=how == "strict") if how else None
 
     @property
-    def engine(self) -> Engine:
-        """The engine, which holds this binding."""
-        engine = self._engine()
-        assert engine is not None
-        return engine
+    def machine(self) -> Machine:
+        return self.program.machine
 
     @property
     def top(self) -> TopLevel | None:
@@ -109,22 +114,6 @@ class Binding:
         buckets.sort(key=lambda b: (b.uses, b.name))
         return Costs(tuple(p.cost for p in self.program.prices), tuple(buckets), machine.link_bytes_per_ms)
 
-    @property
-    def knobs(self) -> Knobs:
-        return self.program.knobs
-
-    @property
-    def warm(self) -> bool:
-        """Whether the first forwards, which measure and may change the plan, are over."""
-        return self._warmup.done
-
-    def smallest_budget(self, *, overlap: bool = False) -> int:
-        """The least budget, in bytes, that this graph runs in (`planner.smallest_budget`).
-
-        By what is known of its activations now.
-        """
-        return smallest_budget(self.costs, self.knobs, activation_nbytes=self.activation_nbytes, overlap=overlap)
-
     def profile(self, call: Callable[[], object]) -> Costs:
         """The costs with the compute times of the last forward of this graph that `call` runs."""
         with self.timed() as timer:
@@ -142,32 +131,6 @@ class Binding:
             self._timer = None
             self.release()
 
-    def decide(self, budget_nbytes: int) -> Plan:
-        """The plan for a budget. Changes nothing. Raises BudgetError or ConfigError."""
-        chosen = switches().plan
-        if chosen is not None:
-            plan = Plan.load(chosen)
-        else:
-            plan = _planned(self.costs, budget_nbytes, self.knobs, self.activation_nbytes)
-        check_plan(plan, self.costs)
-        return plan
-
-    def replan(self) -> None:
-        """Plan for the engine's budget as it is now; take effect at the next call."""
-        budget = self.engine.budget_nbytes(self.program.config)
-        if self._warmup.done or self._fits_amply(budget):
-            self.adopt(self.decide(budget))
-            return
-        smallest = self.smallest_budget()
-        if smallest > budget:
-            self.decide(budget)
-        self.adopt(self.decide(min(budget, smallest)))
-
-    def _fits_amply(self, budget_nbytes: int) -> bool:
-        """Whether everything stays resident even if activations are twice the estimate: then nothing need be measured first."""
-        weights = sum(bucket.nbytes for bucket in self.costs.buckets)
-        return weights + 2 * self.activation_nbytes + AMPLE_NBYTES <= budget_nbytes
-
     def _resize(self) -> None:
         """Price the sizes of this call; keep the plan if it still fits and a fresh one would not be worth it."""
         costs = self._sizes.costs(self.costs)
@@ -181,7 +144,7 @@ class Binding:
             self.plan = None
             return
         self.plan = None
-        fresh = self.decide(self.engine.budget_nbytes(self.program.config))
+        fresh = self.decide(self.engine.budget_nbytes(self.config))
         step_ms = simulate(kept, costs).step_ms
         if kept.arena_nbytes + self.activation_nbytes <= fresh.budget_nbytes and step_ms <= fresh.step_ms * (1 + WORTH):
             numbers = {"activation_nbytes": self.activation_nbytes, "budget_nbytes": fresh.budget_nbytes, "step_ms": step_ms}
@@ -189,16 +152,18 @@ class Binding:
         else:
             self.adopt(fresh)
 
-    def adopt(self, plan: Plan) -> None:
-        self.plan = plan
-        self.release()
-        logger.info("%s", plan)
+    def _let_go(self) -> None:
+        self.staged = self._last = None
+        if self._graphs is not None:
+            self._graphs.release()
 
-    def release(self) -> None:
-        """Let go of every view of the arena, and of the slots: what is on its way to them is lost track of."""
-        self.staged = None
-        if self.engine.current is self:
-            self.engine.current = None
+    @property
+    def captured(self) -> bool:
+        return self._graphs is not None and self._graphs.held
+
+    def lose_captures(self, why: str) -> None:
+        if self._graphs is not None:
+            self._graphs.lose(why)
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
@@ -206,80 +171,74 @@ class Binding:
         """One forward on all arguments of the graph, weights included."""
         engine = self.engine
         inputs = [args[position] for position, _, _ in self.program.inputs]
-        shared = engine.shared_budget(self.program.config)
+        shared = engine.shared_budget(self.config)
         with engine.lock, shared.lock if shared is not None else nullcontext():
-            tensors = [args[i] for i, _ in self._checked]
-            self._see_edits(tensors)
+            tensors = self._pick(args)
+            self._see_edits(self._watch, self._packed, tensors)
             if self._sizes.changed(args):
                 self._resize()
+            fresh = self.plan is None
             if self.plan is None:
-                if not self._warmup.done:
-                    self._warmup.begin(inputs)
                 self.replan()
             assert self.plan is not None
             engine.fit_arena(self.plan, shared)
-            if self.staged is None:
-                self.staged = Staged(self.program, self.plan, self._weights, engine.arena, engine.transfer, self._timer)
-            staged = self.staged
+            if fresh and not self._warmup.done:
+                engine.make_room(None)
+                self._warmup.begin(inputs)
+            staged, forward = self._stage(inputs)
             engine.transfer.begin()
             engine.transfer.counters.reset()
-            if engine.current is not self:
+            if engine.current is not self or self._last is not staged:
                 engine.restores += 1
                 engine.present = staged.restore(engine.present)
             engine.current = None
             try:
-                outputs = staged.top.forward(*inputs)
+                outputs = forward(*inputs)
             finally:
                 self._write_back(staged, tensors)
             engine.forwards += 1
-            engine.current = self
+            engine.current, self._last = self, staged
+            if self._graphs is not None:
+                self._ran(staged, self._graphs)
             self._learn()
         target = self.program.output_device
         if target is not None:
             outputs = tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in outputs)
         return outputs
 
-    def _see_edits(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Weights that lie elsewhere now are taken over; weights that were written to are copied again."""
-        moved = self._watch.moved(tensors)
-        if moved:
-            self.engine.store.rebind([self._checked[k][1] for k in moved], [tensors[k] for k in moved])
-        for k in {*moved, *self._watch.written(tensors)}:
-            self.engine.forget(self._checked[k][1])
+    def _stage(self, inputs: Sequence[Any]) -> tuple[Staged, Callable[..., Any]]:
+        """The plan in the arena, and a forward under it: a captured one, or else the generated program."""
+        engine, plan = self.engine, self.plan
+        assert plan is not None
+        # What is to be timed has to run segment by segment.
+        if self._graphs is not None and self._timer is None and (self.warm or not self.config.profile):
+            capture = self._graphs.find(inputs, plan, self._make_staged)
+            if capture is not None:
+                return capture.staged, capture.replay
+        engine.make_room(plan)
+        if self.staged is None:
+            self.staged = self._make_staged(engine.transfer, self._timer)
+        return self.staged, self.staged.top.forward
+
+    def _make_staged(self, transfer: Transfer, watcher: Watcher | None) -> Staged:
+        assert self.plan is not None
+        return Staged(self.program, self.plan, self._weights, self.engine.arena, transfer, watcher)
+
+    def _ran(self, staged: Staged, graphs: Graphs) -> None:
+        if staged is self.staged:
+            graphs.ran_uncaptured()
+        else:
+            self.engine.replays += 1
 
     def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""
         if self._mutated:
             with torch.inference_mode():
                 for weight in self._mutated:
-                    elements(weight.whole.view).copy_(elements(staged.resident_view(weight)))
+                    elements(weight.whole.view).copy_(elements(staged.view(weight, None)))
             # What we wrote is no edit.
             self._watch.written(tensors)
 
-    def _learn(self) -> None:
-        """Plan with what the first forwards showed; plan again if one of the next takes more."""
-        warmup = self._warmup
-        if not warmup.done:
-            if not warmup.after_forward():
-                if warmup.timer is not None:
-                    self._timer = warmup.timer
-                    self.release()
-                return
-            if self._timer is not None:
-                self.costs, self._timer = self._timer.refine(self.costs), None
-            self._take_activations(warmup.activations(self.activation_nbytes))
-        elif excess := warmup.excess(self.activation_nbytes):
-            self._take_activations(self.activation_nbytes + excess)
-
     def _take_activations(self, nbytes: int) -> None:
-        self.activation_nbytes = nbytes
         self.engine.measured[self.program] = nbytes / max(estimate(self.costs), 1)
-        # Should the budget be too small for what was measured, every call says so until it is raised.
-        self.plan = None
-        self.replan()
-
-
-@functools.lru_cache(maxsize=64)
-def _planned(costs: Costs, budget_nbytes: int, knobs: Knobs, activation_nbytes: int) -> Plan:
-    """Equal blocks behind a graph break, and weights that replace others, meet the same costs again."""
-    return make_plan(costs, budget_nbytes, knobs, activation_nbytes=activation_nbytes)
+        super()._take_activations(nbytes)

@@ -1,9 +1,9 @@
 """Blocks of a graph, cut into segments.
 
-A block is the outermost module around a node whose path ends in an index and whose container holds two or more of its
-class that ran. Nodes outside blocks form groups of their own where they read weights; weightless glue between blocks (residual
-adds, slicing) rides with the group before it. Each group is cut into segments whose weights stay under a limit, where a
-cut costs the least fusion.
+A block is the outermost module around a node that is declared to be one. Where none is, it is the outermost module whose path
+ends in an index and whose container holds two or more of its class that ran. Nodes outside blocks form groups of their own where
+they read weights; weightless glue between blocks (residual adds, slicing) rides with the group before it. Each group is cut into
+segments whose weights stay under a limit, where a cut costs the least fusion.
 
 The cost of a cut between two nodes is the memory traffic that fusing across it would have saved: for every storage
 that is alive across the cut,
@@ -19,7 +19,7 @@ of one group minimises the sum.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ from fxoffload.facts import Facts, NodeFacts
 from fxoffload.names import identifier
 
 SEGMENT_NBYTES = 16 << 20
-_INDEXED = re.compile(r"^(?:(?P<container>.*)\.)?(?P<index>\d+)$")
+_INDEXED = re.compile(r"^(?:(?P<container>.*)\.)?\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class Blocks:
         )
 
 
-def find_blocks(facts: Facts, *, max_segment_nbytes: int, declared: Sequence[str] = ()) -> Blocks:
+def find_blocks(facts: Facts, *, max_segment_nbytes: int, declared: Collection[str] = ()) -> Blocks:
     """Cut a graph into segments whose weights are at most `max_segment_nbytes` (one larger weight: a segment alone).
 
-    `declared`: dotted paths of the containers whose members are the blocks; without it they are discovered.
+    `declared`: dotted paths of the blocks (`units.declared_paths`); without it, or where none of them ran, they are discovered.
     """
     weight_nbytes = {w.placeholder: w.nbytes for w in facts.weights}
     groups = _groups(facts, declared)
@@ -87,34 +87,30 @@ def _unused(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _families(facts: Facts) -> set[tuple[str, str]]:
-    """(container path, class) of modules that are members of a container, two or more of which ran."""
+def _discover(facts: Facts) -> set[str]:
+    """Paths of modules that are members of a container, two or more of whose class ran."""
     members: dict[tuple[str, str], set[str]] = {}
     for node in facts.nodes:
         for _, path, class_name in node.path:
             if found := _INDEXED.match(path):
-                members.setdefault((found["container"] or "", class_name), set()).add(found["index"])
-    return {family for family, indices in members.items() if len(indices) >= 2}
+                members.setdefault((found["container"] or "", class_name), set()).add(path)
+    return {path for paths in members.values() if len(paths) >= 2 for path in paths}
 
 
-def _block_of(node: NodeFacts, families: set[tuple[str, str]], declared: Sequence[str]) -> str:
-    for key, path, class_name in node.path:
-        found = _INDEXED.match(path)
-        if found is None:
-            continue
-        container = found["container"] or ""
-        if container in declared if declared else (container, class_name) in families:
+def _block_of(node: NodeFacts, blocks: set[str]) -> str:
+    for key, path, _ in node.path:
+        if path in blocks:
             _, _, call = key.partition("@")
             return f"{path}@{call}" if call else path
     return ""
 
 
-def _groups(facts: Facts, declared: Sequence[str]) -> list[tuple[str, list[NodeFacts]]]:
+def _groups(facts: Facts, declared: Collection[str]) -> list[tuple[str, list[NodeFacts]]]:
     """Consecutive nodes of one block, or of none; glue without weights rides with the group before it."""
-    families = set() if declared else _families(facts)
+    blocks = {path for node in facts.nodes for _, path, _ in node.path}.intersection(declared) or _discover(facts)
     groups: list[tuple[str, list[NodeFacts]]] = []
     for node in facts.nodes:
-        block = _block_of(node, families, declared)
+        block = _block_of(node, blocks)
         is_glue = not block and not node.weights
         if groups and (groups[-1][0] == block or is_glue):
             groups[-1][1].append(node)

@@ -24,6 +24,8 @@ class Member(Protocol):
 
     def give_up_arena(self) -> None: ...
 
+    def free_cached(self) -> None: ...
+
 
 class Budget:
     """A budget to pass to several models as `memory_budget`.
@@ -39,6 +41,7 @@ class Budget:
         self.lock = threading.RLock()
         self._nbytes: int | None = None
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._last: weakref.ref[Member] | None = None
 
     def settle(self, nbytes: int) -> int:
         """The budget in bytes: `nbytes` at the first call, and the same ever after."""
@@ -47,7 +50,10 @@ class Budget:
         return self._nbytes
 
     def make_room(self, runner: Member, peak_nbytes: int, budget_nbytes: int) -> None:
-        """Before `runner` allocates: idle models whose arenas do not fit beside `peak_nbytes` of the budget give them up."""
+        """Before `runner` allocates: idle models whose arenas do not fit beside `peak_nbytes` of the budget give them up.
+
+        What the allocator kept of the model that ran before is freed too: pieces of it fit another model's activations badly.
+        """
         self._members.add(runner)
         spare = budget_nbytes - peak_nbytes
         # The smallest first: more models keep theirs.
@@ -56,6 +62,9 @@ class Budget:
                 spare -= member.arena_nbytes
             else:
                 member.give_up_arena()
+        if self._last is not None and self._last() is not runner:
+            runner.free_cached()
+        self._last = weakref.ref(runner)
 
     def __repr__(self) -> str:
         return f"Budget({self.memory_budget!r})"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxoffload import plancmd
+from fxoffload import generate, plancmd
 from fxoffload.errors import ConfigError, OffloadError
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_device(demo)
     demo.add_argument("--out", type=Path, default=Path("fxoffload-demo"), metavar="DIR", help="where pictures go (%(default)s)")
     demo.set_defaults(run=_demo)
+
+    about = "run a pipeline of diffusers, its weights streamed within a budget"
+    generating = commands.add_parser("generate", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    generate.add_arguments(generating)
+    _add_device(generating)
+    generating.set_defaults(run=_generate)
 
     plan = commands.add_parser("plan", help="plan a model from its config.json, without weights; or print a saved plan")
     plancmd.add_arguments(plan)
@@ -70,6 +76,11 @@ def _demo(arguments: argparse.Namespace) -> int:
     from fxoffload import demo
 
     return 0 if demo.run(choose_device(arguments.device), arguments.out) else 1
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    generate.run(arguments, choose_device(arguments.device))
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 SEGMENT_COMPILERS = ("inductor", "aot_eager", "eager")
-MODES = ("default", "max-autotune-no-cudagraphs")
+MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 AUTO_MARGIN_NBYTES = 256 * MIB
 
+_CAPTURED_MODES: dict[str | None, str | None] = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 _ACCELERATORS = frozenset({"cuda", "xpu", "mtia", "hpu", "mps"})
 _NO_ASYNC_COPIES = frozenset({"mps", "meta"})
 
@@ -79,7 +80,9 @@ class OffloadConfig:
     profile: bool = False
     """Time each distinct segment once on the device, and plan with these times instead of the cost model's."""
     mode: str | None = None
-    """`torch.compile`'s mode; None is the default one."""
+    """`torch.compile`'s mode; None is the default one. `"reduce-overhead"` and `"max-autotune"` set `cuda_graph`."""
+    cuda_graph: bool | Literal["strict"] = False
+    """Capture the whole forward, copies too, as one CUDA graph and replay it. `"strict"`: raise where that does not work."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -87,13 +90,20 @@ class OffloadConfig:
         _check_devices(self)
         if cast("bool | None", self.async_transfer) is None:
             object.__setattr__(self, "async_transfer", has_async_copies(self))
+        if self.mode in _CAPTURED_MODES:
+            object.__setattr__(self, "cuda_graph", self.cuda_graph or True)
+            object.__setattr__(self, "mode", _CAPTURED_MODES[self.mode])
         if self.module_names is not None and self.module_filter is not None:
             names = ", ".join(map(repr, self.module_names))
             raise ConfigError(f"config: module_filter: module_names is given too ({names}); give one of the two")
 
     @classmethod
-    def from_options(cls, options: Mapping[str, object] | None, *, mode: str | None = None) -> OffloadConfig:
+    def from_options(
+        cls, options: Mapping[str, object] | None, *, mode: str | None = None, base: OffloadConfig | None = None
+    ) -> OffloadConfig:
         """The config for `torch.compile(..., options=options, mode=mode)`, or for the keywords of `layerwise_offload`.
+
+        `base` has the settings that are not given, instead of the defaults.
 
         `torch.compile` takes either `mode` or `options`, so a mode may also be one of the options.
         Raises ConfigError for an unknown key (with the nearest names) and for a bad value, TypeError for a wrong type.
@@ -107,7 +117,8 @@ class OffloadConfig:
                 raise ConfigError(f"config: options: unknown key {key!r}; {nearest(str(key), known)}")
         if mode is not None and values.setdefault("mode", mode) != mode:
             raise ConfigError(f"config: mode: {mode!r} is given, and {values['mode']!r} among the options; give one of the two")
-        return cls(**cast("dict[str, Any]", values))
+        before = {} if base is None else {name: getattr(base, name) for name in known}
+        return cls(**cast("dict[str, Any]", {**before, **values}))
 
 
 def resolve_budget(config: OffloadConfig, total_nbytes: int, free_nbytes: int) -> int:
@@ -303,14 +314,15 @@ def _mode(name: str, value: object) -> str | None:
         return None
     if not isinstance(value, str):
         raise _wrong_type(name, value, accepted)
-    if value in {"reduce-overhead", "max-autotune"}:
-        raise ConfigError(
-            f"config: {name}: {value!r} asks for a captured CUDA graph of the whole forward, which is not supported yet; "
-            f"use {'max-autotune-no-cudagraphs' if value == 'max-autotune' else 'default'!r}"
-        )
     if value not in MODES:
         raise ConfigError(f"config: {name}: {value!r} is not accepted; {nearest(value, MODES)}")
     return value
+
+
+def _cuda_graph(name: str, value: object) -> bool | str:
+    if isinstance(value, bool) or value == "strict":
+        return cast("bool | str", value)
+    raise (_refused if isinstance(value, str) else _wrong_type)(name, value, "True, False or 'strict'")
 
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
@@ -334,4 +346,5 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "max_bucket_bytes": _auto_or_size,
     "profile": _bool,
     "mode": _mode,
+    "cuda_graph": _cuda_graph,
 }

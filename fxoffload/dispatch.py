@@ -11,7 +11,7 @@ import torch
 from fxoffload.binding import Binding
 from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.owner import owner_of, tensor_names
-from fxoffload.program import Program
+from fxoffload.program import Program, picker
 
 
 class Dispatch:
@@ -20,12 +20,12 @@ class Dispatch:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._bindings: weakref.WeakValueDictionary[tuple[int, ...], Binding] = weakref.WeakValueDictionary()
-        self._positions = program.weight_positions
+        self._pick = picker(program.weight_positions)
         self._weightless: list[Engine] = []
         """Engines that no weight keeps alive, because the graph has none with bytes."""
 
     def __call__(self, *args: Any) -> Any:
-        binding = self._bindings.get(tuple([id(args[i]) for i in self._positions]))
+        binding = self._bindings.get(tuple(map(id, self._pick(args))))
         if binding is None:
             binding = self.bind(args)
         return binding.run(args)
@@ -35,8 +35,8 @@ class Dispatch:
         engine, tensors, names = place(self.program, args)
         with engine.lock:
             binding = Binding(self.program, engine, tensors, names)
-            engine.bindings = [b for b in engine.bindings if not b.is_stale()]
-            engine.bindings.append(binding)
+            engine.planned = [b for b in engine.planned if not b.is_stale()]
+            engine.planned.append(binding)
             self._bindings[binding.ids] = binding
             if find_engine(list(tensors.values())) is not engine:
                 self._weightless.append(engine)

@@ -39,7 +39,7 @@ _AXES_INCHES = 12.6
 def timeline_of(model: Any) -> Timeline:
     """The predicted timeline of the graph that ran last. Prints as a table, with a chart where it is small."""
     plan = api.get_plan(model)
-    return simulate(plan, api.bindings_of(model)[-1].costs)
+    return simulate(plan, api.planned_of(model)[-1].costs)
 
 
 def save_trace(model: Any, path: str | Path) -> None:

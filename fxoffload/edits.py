@@ -5,20 +5,26 @@ Three looks, each at all weights of a graph at once:
 - the address: `p.data = other` puts other memory behind a parameter;
 - the version counter: in-place operations on the parameter raise it;
 - a probe of the bytes: `p.data += x`, as PEFT merges adapters, raises no counter, for `p.data` is another tensor object over the
-  same memory. So up to 64 elements of every weight, spread over its memory, are compared with what they were. Dense edits change
-  some of them; an edit of a few single elements through `.data` may change none, and needs `fxoffload.refresh`.
+  same memory. So up to 32 words of 8 bytes of every weight, spread over its memory, are compared with what they were. Dense edits
+  change some of them; an edit of a few single elements through `.data` may change none, and needs `fxoffload.refresh`.
+
+All words are read by one gather over the address space from the first weight to the last: a thousand views, or the two thousand
+lines of memory that single elements lie in, would take longer than the rest of a replayed forward.
 """
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from math import gcd
+from operator import attrgetter
 
 import torch
 
-_SAMPLES = 64
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8
+_WORDS = 32
+_version = attrgetter("_version")
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -29,14 +35,19 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of up to 64 elements of a host tensor, spread over its memory, as integers of their width."""
-    flat = elements(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-    step = max(-(-flat.numel() // _SAMPLES), 1)
+def probed_words(tensor: torch.Tensor) -> range:
+    """Which words of the address space are looked at for a host tensor: up to 32, the number of an address divided by 8."""
+    flat = elements(tensor)
+    if not flat.numel():
+        return range(0)
+    start = flat.data_ptr()
+    first, last = start // _WORD, (start + flat.numel() * flat.element_size() - 1) // _WORD
+    step = max(-(-(last - first + 1) // _WORDS), 1)
+    row = max((tensor.shape[-1] if tensor.dim() else 1) * tensor.element_size() // _WORD, 1)
     # A step that has a divisor in common with the row length would look at the same columns again and again.
-    while step > 1 and gcd(step, tensor.shape[-1]) > 1:
+    while step > 1 and gcd(step, row) > 1:
         step += 1
-    return flat[::step].view(_BITS[flat.element_size()])
+    return range(first, last + 1, step)
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,24 +56,31 @@ def elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((span,), (1,), tensor.storage_offset())
 
 
+class _Probe:
+    """Words of the address space, wherever they lie, read at once. `views`, which they lie in, stay alive with this."""
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self._views = list(views)
+        words = [probed_words(view) for view in views]
+        self.owner = [k for k, found in enumerate(words) for _ in found]
+        first, last = min(w[0] for w in words if w), max(w[-1] for w in words if w)
+        self._places = torch.tensor([word - first for found in words for word in found])
+        # Not a byte of this is read but at the places, each of which lies in a view.
+        space = (ctypes.c_char * ((last + 1 - first) * _WORD)).from_address(first * _WORD)
+        self._space = torch.frombuffer(space, dtype=torch.int64)
+
+    def read(self) -> torch.Tensor:
+        return self._space.take(self._places)
+
+
 class EditWatch:
     """Remembers the weights of one graph, which lie in the host store at `views`, as they were."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         self._pointers = [view.data_ptr() for view in views]
-        self._versions = [version_of(t) for t in tensors]
-        self._order: list[int] = []
-        self._groups: list[list[torch.Tensor]] = []
-        with torch.inference_mode(False):
-            by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
-            for k, view in enumerate(views):
-                if view.numel():
-                    probe = sample(view)
-                    by_dtype.setdefault(probe.dtype, []).append((k, probe))
-            for probes in by_dtype.values():
-                self._groups.append([probe for _, probe in probes])
-                self._order.extend(k for k, probe in probes for _ in range(probe.numel()))
-            self._known = self._read()
+        self._versions = _versions(tensors)
+        self._probe = _Probe(views) if any(view.numel() for view in views) else None
+        self._known = self._probe.read() if self._probe is not None else torch.empty(0)
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Indices of the weights whose memory is not the store's any more."""
@@ -74,17 +92,21 @@ class EditWatch:
     def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Indices of the weights whose values changed since the last question."""
         found: set[int] = set()
-        versions = [version_of(t) for t in tensors]
+        versions = _versions(tensors)
         if versions != self._versions:
             found.update(k for k, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then)
             self._versions = versions
-        values = self._read()
-        if not all(map(torch.equal, values, self._known)):
-            changed = torch.cat([(now != then) for now, then in zip(values, self._known, strict=True)])
-            found.update(self._order[i] for i in changed.nonzero().view(-1).tolist())
-            self._known = values
+        if self._probe is not None:
+            values = self._probe.read()
+            if not torch.equal(values, self._known):
+                owner = self._probe.owner
+                found.update(owner[i] for i in (values != self._known).nonzero().view(-1).tolist())
+                self._known = values
         return sorted(found)
 
-    def _read(self) -> list[torch.Tensor]:
-        with torch.inference_mode(False):
-            return [torch.cat(probes) for probes in self._groups]
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [version_of(t) for t in tensors]

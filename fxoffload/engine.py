@@ -20,12 +20,14 @@ from fxoffload.arena import Arena
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.debug import logger, switches
+from fxoffload.errors import ConfigError
 from fxoffload.store import HostStore, HostTensor
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
 if TYPE_CHECKING:
-    from fxoffload.binding import Binding
+    from fxoffload.capture import Capturer
     from fxoffload.plan import Plan
+    from fxoffload.planned import Planned
     from fxoffload.program import Program
 
 _engine_of_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -51,6 +53,8 @@ class Stats:
     forwards: int
     restores: int
     """How often a forward had to bring the arena into its plan's start state: first calls, edits, other graphs, exceptions."""
+    replays: int
+    """How many of the forwards were replays of a captured one."""
 
 
 class Engine:
@@ -71,13 +75,16 @@ class Engine:
         """Set by `set_memory_budget`: overrides the budget of every graph of this model."""
         self.present: dict[int, str] = {}
         """Residents that the arena holds for sure: bucket names by offset."""
-        self.current: Binding | None = None
+        self.current: Planned | None = None
         """Whose end state the arena is in."""
-        self.bindings: list[Binding] = []
+        self.planned: list[Planned] = []
         self.measured: weakref.WeakKeyDictionary[Program, float] = weakref.WeakKeyDictionary()
         """What a forward of a program takes besides the arena, where it was measured, as a multiple of its estimate."""
+        self.capturer: Capturer | str | None = None
+        """What captures forwards, or why nothing does; None until a graph asks for it."""
         self.forwards = 0
         self.restores = 0
+        self.replays = 0
         self._auto_budget: int | None = None
         self._finalizer = weakref.finalize(self, _close, self.store, self.transfer)
         self._finalizer.atexit = False
@@ -126,12 +133,34 @@ class Engine:
         self.current = None
 
     @property
+    def captured_nbytes(self) -> int:
+        """What captured forwards hold."""
+        return 0 if self.capturer is None or isinstance(self.capturer, str) else self.capturer.nbytes
+
+    @property
     def arena_nbytes(self) -> int:
-        return self.arena.nbytes
+        """What the model holds between forwards."""
+        return self.arena.nbytes + self.captured_nbytes
 
     def give_up_arena(self) -> None:
         """Free the arena, for another model under the same budget. The next forward takes one anew."""
+        for planned in self.planned:
+            planned.lose_captures("another model under its budget takes the memory of its captures before they have paid")
         self._allocate(0)
+
+    def free_cached(self) -> None:
+        """Give what the allocator holds and nobody uses back to the device."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+            torch.accelerator.empty_cache()
+
+    def make_room(self, plan: Plan | None) -> None:
+        """Before an uncaptured forward: captures of this model that do not fit beside it are given back; all if no plan says."""
+        if plan is not None and self.arena_nbytes + plan.activation_nbytes <= plan.budget_nbytes:
+            return
+        for planned in self.planned:
+            if planned.captured:
+                planned.lose_captures("uncaptured forwards of the model take the memory of its captures before they have paid")
 
     def fit_arena(self, plan: Plan, shared: Budget | None) -> None:
         """Make the arena as long as a plan needs, and no longer than its budget allows."""
@@ -144,11 +173,22 @@ class Engine:
 
     def _allocate(self, nbytes: int) -> None:
         # Every view of the old arena must go, or both would be held at once.
-        for binding in self.bindings:
+        for binding in self.planned:
             binding.release()
         self.transfer.drain()
         self.arena.allocate(nbytes)
         self.refresh()
+
+    def dissolve(self) -> None:
+        """Leave the model as it was: no arena, nothing pinned, weights in host memory of their own kind."""
+        self.give_up_arena()
+        self.planned.clear()
+        self.transfer.close()
+        self.store.close()
+        for tensor in [tensor for tensor, engine in _engine_of_weight.items() if engine is self]:
+            del _engine_of_weight[tensor]
+        for root in [root for root, engine in _engine_of_root.items() if engine is self]:
+            del _engine_of_root[root]
 
     def stats(self) -> Stats:
         counters = self.transfer.counters
@@ -163,6 +203,7 @@ class Engine:
             stalls=counters.stalls,
             forwards=self.forwards,
             restores=self.restores,
+            replays=self.replays,
         )
 
 
@@ -193,6 +234,21 @@ def engine_for(
         if root is not None:
             _engine_of_root[root] = engine
         return engine
+
+
+def available_device(device: torch.device) -> torch.device:
+    """The device with its index. Raises ConfigError where it is not there."""
+    if device.type == "cpu":
+        return device
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None or current.type != device.type:
+        there = "no accelerator" if current is None else f"{current.type!r}"
+        raise ConfigError(
+            f"backend: onload_device: {str(device)!r} is not available, this machine has {there}; "
+            "pass onload_device='cpu' to run here"
+        )
+    index: Any = device.index  # None for a bare "cuda", which torch's annotation leaves out
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

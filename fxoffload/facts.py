@@ -59,10 +59,12 @@ class Facts:
     """Storages that the graph returns."""
     output_weights: tuple[tuple[int, str, bool], ...]
     """Outputs that alias a weight: (position, placeholder, whether the output is a weight that the graph writes, as a whole)."""
-    symbols: tuple[tuple[sympy.Symbol, str], ...]
-    """Dynamic dimensions that are inputs of the graph: (symbol, placeholder)."""
+    symbols: tuple[tuple[sympy.Symbol, str, int | None], ...]
+    """Dynamic dimensions, and where a call shows them: (symbol, placeholder, dimension of that tensor; None: it is an int)."""
     hints: tuple[tuple[sympy.Symbol, int], ...]
     """Dynamic dimensions and the sizes that were traced."""
+    written_inputs: tuple[str, ...] = ()
+    """Placeholders that are no weights, and that the graph writes to."""
 
     def number(self, expression: sympy.Expr | int) -> int:
         """The value of an expression at the sizes that were traced."""

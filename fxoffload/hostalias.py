@@ -91,6 +91,11 @@ def register_alias(backend_name: str, onload_device_of: Callable[[dict[str, Any]
         _with_meta.add(backend_name)
 
 
+def is_tracing() -> bool:
+    """Whether Dynamo is tracing for a registered backend right now."""
+    return bool(_tracing()[0])
+
+
 def _alias_of(tensor: torch.Tensor, source: Any) -> torch.device | None:
     """The device that a tensor is to trace on if Dynamo is tracing for a registered backend right now, else None."""
     if tensor.device.type not in ("cpu", "meta"):

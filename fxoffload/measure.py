@@ -117,7 +117,7 @@ def measure(model: Any, call: Callable[[], object]) -> Measurement:
     """
     call()
     for _ in range(_MOST_CALLS):
-        binding = api.bindings_of(model)[-1]
+        binding = api.last_binding(model)
         if not binding.warm:
             call()
             continue

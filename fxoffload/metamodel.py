@@ -46,7 +46,7 @@ def build(data: dict[str, Any], path: Path, *, dtype: str | None = None) -> torc
             f"cli: {path}: {name} cannot be built from it ({type(error).__name__}: {error}); give the config.json of its weights"
         ) from error
     model = model.eval().requires_grad_(False)
-    _set_dtype(model, getattr(torch, dtype or _dtype_of(data)))
+    set_dtype(model, getattr(torch, dtype or _dtype_of(data)))
     return model
 
 
@@ -92,9 +92,14 @@ def _dtype_of(data: dict[str, Any]) -> str:
     return said if said in DTYPES else DTYPES[0]
 
 
-def _set_dtype(model: Any, dtype: torch.dtype) -> None:
-    """As `from_pretrained` does: parameters, but for the parts that the class keeps in float32; no buffers."""
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+def set_dtype(model: Any, dtype: torch.dtype) -> None:
+    """As `from_pretrained` does: parameters, but for the parts that the class keeps in float32; no buffers.
+
+    transformers keeps what a class merely lists only from float16, diffusers from bfloat16 too.
+    """
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16 or not type(model).__module__.startswith("transformers."):
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float32 if kept & set(name.split(".")) else dtype)

@@ -11,6 +11,8 @@ _STEP = re.compile(
     r"|\.(?P<attr>\w+)"
     r"|\[(?P<quote>['\"]?)(?P<key>[^\]]*?)(?P=quote)\]"
 )
+_WRAPPERS = [["_orig_mod"], ["_method", "__self__"]]
+"""Steps from a wrapper of `torch.compile`, and from what stands in for a method of an offloaded model, to the model."""
 
 
 def dotted_name(path: str) -> str:
@@ -18,8 +20,9 @@ def dotted_name(path: str) -> str:
     head = _HEAD.match(path)
     rest = path[head.end() :] if head is not None else path if path.startswith((".", "[")) else f".{path}"
     steps = [step["attr"] or step["key"] for step in _STEP.finditer(rest) if step["attr"] or step["key"]]
-    if steps[:1] == ["_orig_mod"]:
-        del steps[0]
+    for prefix in _WRAPPERS:
+        if steps[: len(prefix)] == prefix:
+            del steps[: len(prefix)]
     return ".".join(steps)
 
 

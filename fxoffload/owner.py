@@ -32,6 +32,12 @@ def owner_of(weight: torch.Tensor) -> torch.nn.Module | None:
     return outermost
 
 
+def running_roots() -> Iterator[torch.nn.Module]:
+    """Modules whose code is running, innermost first, with the module itself in place of a compiled wrapper."""
+    for module, _ in _running_modules():
+        yield module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
 def calling_line(root: torch.nn.Module) -> str:
     """`file:line` of the innermost call that a method of `root` is in, outside torch."""
     torch_folder = str(Path(torch.__file__).parent)

@@ -21,7 +21,7 @@ def pack_program(
     read them: a write to one must reach the other.
     """
     source_of = {w.placeholder: source for w, source in zip(program.facts.weights, program.sources, strict=True)}
-    engine.store.unpack_remains(tensors.values())
+    engine.store.unpack(tensors.values(), coarse=True)
     fresh = {i: t for i, t in tensors.items() if engine.store.find(t) is None}
     distinct = {id(t): (names[i], t) for i, t in fresh.items()}
     sharing = {id(t): group for group in overlapping(list(distinct.values())) for _, t in group}

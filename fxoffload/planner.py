@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from typing import TYPE_CHECKING
 
 from fxoffload.buckets import ALIGNMENT, align
 from fxoffload.cost import Costs
@@ -35,6 +36,9 @@ from fxoffload.residency import choose, choose_fixed, choose_unoverlapped
 from fxoffload.sizes import format_size, show_size
 from fxoffload.stream import Problem, earliest_positions
 from fxoffload.timeline import simulate, windowed_bound
+
+if TYPE_CHECKING:
+    from fxoffload.config import OffloadConfig
 
 PREFETCH_LIMIT = 8
 _EFFORT = 240_000
@@ -62,6 +66,18 @@ class Knobs:
         if self.transfer_buckets is None:
             return PREFETCH_LIMIT
         return min(self.transfer_buckets, 4 * self.transfer_buckets, PREFETCH_LIMIT)
+
+
+def knobs_of(config: OffloadConfig) -> Knobs:
+    """What the settings leave to the planner, and what they do not."""
+    return Knobs(
+        transfer_buckets=config.transfer_buckets,
+        persistent_buckets=config.persistent_buckets,
+        persistent_bins=config.persistent_bins,
+        prefetch_limit=config.prefetch_limit,
+        max_inflight_prefetch_bytes=config.max_inflight_prefetch_bytes,
+        async_transfer=config.async_transfer,
+    )
 
 
 def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None) -> Plan:
@@ -143,7 +159,13 @@ def _problem(costs: Costs, knobs: Knobs) -> Problem:
 def _must_stay(problem: Problem, knobs: Knobs) -> frozenset[int]:
     if knobs.persistent_buckets is None:
         return problem.kept
-    return problem.kept | persistent_indices(len(problem.nbytes), knobs.persistent_buckets, knobs.persistent_bins or 1)
+    return _spread(problem, knobs.persistent_buckets, knobs.persistent_bins or 1)
+
+
+def _spread(problem: Problem, persistent: int, bins: int) -> frozenset[int]:
+    """What must stay anyway, and so many persistent buckets of those that may stream."""
+    free = [b for b in range(len(problem.nbytes)) if b not in problem.kept]
+    return problem.kept | {free[i] for i in persistent_indices(len(free), persistent, bins)}
 
 
 def _check_budget(costs: Costs, problem: Problem, knobs: Knobs, budget_nbytes: int, activations: int) -> None:
@@ -186,10 +208,10 @@ def _choose(problem: Problem, knobs: Knobs, weight_nbytes: int) -> Layout | None
 
 def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | None:
     """Bins are given, the number of persistent buckets is not: about the best of all counts that fit."""
-    n = len(problem.nbytes)
+    n = len(problem.nbytes) - len(problem.kept)
 
     def layout(count: int, limit_ms: float) -> Layout | None:
-        residents = problem.kept | persistent_indices(n, count, bins)
+        residents = _spread(problem, count, bins)
         if pooled_score_ms(problem, residents, weight_nbytes - problem.size(residents), limit_ms) == inf:
             return None
         return choose_fixed(problem, weight_nbytes, residents, rotations=1)

@@ -52,12 +52,15 @@ def price(facts: Facts, blocks: Blocks, machine: Machine) -> tuple[SegmentPrice,
     return tuple(prices)
 
 
-def price_function(prices: Sequence[SegmentPrice], symbols: Sequence[sympy.Symbol]) -> Callable[..., tuple[SegmentCost, ...]]:
-    """A function from the values of `symbols`, in order, to the segments' costs at these sizes."""
+def price_function(
+    prices: Sequence[SegmentPrice], symbols: Sequence[sympy.Symbol], hints: Mapping[sympy.Symbol, int]
+) -> Callable[..., tuple[SegmentCost, ...]]:
+    """A function from the values of `symbols`, in order, to the segments' costs at these sizes; other symbols as in `hints`."""
     # Equal segments have equal expressions: each distinct one is evaluated once.
     distinct = list(dict.fromkeys(e for p in prices for e in (p.compute_ms, p.activation_nbytes)))
     place = {expression: i for i, expression in enumerate(distinct)}
-    evaluate = _function(symbols, distinct)
+    others: Any = {symbol: size for symbol, size in hints.items() if symbol not in symbols}
+    evaluate = _function(symbols, [expression.subs(others) for expression in distinct])
 
     def costs(*sizes: int) -> tuple[SegmentCost, ...]:
         values = evaluate(*sizes)

@@ -28,7 +28,7 @@ Spans = dict[str, list[tuple[Mark, Mark]]]
 
 
 class SegmentTimer:
-    """Wraps the segments' programs. `spans` by identifier of the segment."""
+    """Times segments: compiled programs (`wrap`), or what runs between `start` and `stop`. `spans` by name of the segment."""
 
     def __init__(self, device: torch.device) -> None:
         self.spans: Spans = {}
@@ -39,12 +39,22 @@ class SegmentTimer:
         self._programs = dict(programs)
         return {name: self._timed(name, program) for name, program in programs.items()}
 
+    def start(self) -> Mark:
+        return mark(self._device)
+
+    def stop(self, name: str, start: Mark) -> None:
+        self.spans.setdefault(name, []).append((start, mark(self._device)))
+
+    def times(self) -> dict[str, float]:
+        """Milliseconds of every segment that ran, in the last forward."""
+        synchronize(self._device)
+        return {name: ms_between(*spans[-1]) for name, spans in self.spans.items()}
+
     def refine(self, costs: Costs) -> Costs:
         """The costs with the compute times that were measured, in the last forward."""
-        synchronize(self._device)
         by_program: dict[Compiled, list[float]] = {}
-        for name, spans in self.spans.items():
-            by_program.setdefault(self._programs[name], []).append(ms_between(*spans[-1]))
+        for name, ms in self.times().items():
+            by_program.setdefault(self._programs[name], []).append(ms)
         segments = tuple(
             dataclasses.replace(s, compute_ms=statistics.median(by_program[self._programs[identifier(s.name)]]))
             for s in costs.segments
@@ -53,9 +63,9 @@ class SegmentTimer:
 
     def _timed(self, name: str, program: Compiled) -> Compiled:
         def run(*args: Any) -> Any:
-            start = _mark(self._device)
+            start = self.start()
             result = program(*args)
-            self.spans.setdefault(name, []).append((start, _mark(self._device)))
+            self.stop(name, start)
             return result
 
         return run
@@ -73,10 +83,10 @@ class CopyTimer:
         copy = transfer.copy
 
         def timed(slot: Slot) -> None:
-            start = _mark(self._device)
+            start = mark(self._device)
             copy(slot)
             if slot.load:
-                self.spans.setdefault(slot.load, []).append((start, _mark(self._device)))
+                self.spans.setdefault(slot.load, []).append((start, mark(self._device)))
 
         transfer.copy = timed
         try:
@@ -95,7 +105,8 @@ def ms_between(start: Mark, end: Mark) -> float:
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
-def _mark(device: torch.device) -> Mark:
+def mark(device: torch.device) -> Mark:
+    """This moment in the device's queue."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fxoffload.buckets import Buckets
 from fxoffload.config import OffloadConfig
 from fxoffload.facts import Facts
 from fxoffload.machine import Machine
-from fxoffload.planner import Knobs
+from fxoffload.planner import Knobs, knobs_of
 from fxoffload.price import SegmentPrice
 from fxoffload.rows import Source
 
@@ -48,19 +49,17 @@ class Program:
 
     @property
     def knobs(self) -> Knobs:
-        """What the settings leave to the planner, and what they do not."""
-        config = self.config
-        return Knobs(
-            transfer_buckets=config.transfer_buckets,
-            persistent_buckets=config.persistent_buckets,
-            persistent_bins=config.persistent_bins,
-            prefetch_limit=config.prefetch_limit,
-            max_inflight_prefetch_bytes=config.max_inflight_prefetch_bytes,
-            async_transfer=config.async_transfer,
-        )
+        return knobs_of(self.config)
 
     def __str__(self) -> str:
         return "\n\n".join(str(stage) for stage in (self.machine, self.facts, self.blocks, self.buckets))
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that picks these of a call's arguments: there may be a thousand, at every call."""
+    if len(positions) < 2:
+        return lambda args: tuple(args[i] for i in positions)
+    return itemgetter(*positions)
 
 
 def input_names(placeholders: list[str]) -> list[str]:

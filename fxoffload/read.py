@@ -15,6 +15,8 @@ device work) and counts, per node,
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -197,13 +199,19 @@ def _module_path(node: fx.Node) -> tuple[tuple[str, str, str], ...]:
     return tuple((key, dotted_name(path), getattr(cls, "__name__", str(cls))) for key, (path, cls) in stack.items())
 
 
-def _symbols(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any]) -> tuple[tuple[sympy.Symbol, str], ...]:
-    pairs = (
-        (_expr(real), node.name)
-        for node, real in zip(placeholders, example_inputs, strict=True)
-        if isinstance(real, torch.SymInt)
-    )
-    return tuple((symbol, name) for symbol, name in pairs if isinstance(symbol, sympy.Symbol))
+def _symbols(
+    placeholders: Sequence[fx.Node], example_inputs: Sequence[Any], fakes: Sequence[Any]
+) -> tuple[tuple[sympy.Symbol, str, int | None], ...]:
+    """Every dynamic dimension once: as an input of its own if there is one, else where it is a size of a tensor."""
+    found: dict[sympy.Symbol, tuple[str, int | None]] = {}
+    for node, real in zip(placeholders, example_inputs, strict=True):
+        if isinstance(real, torch.SymInt) and isinstance(symbol := _expr(real), sympy.Symbol):
+            found.setdefault(symbol, (node.name, None))
+    for node, fake in zip(placeholders, fakes, strict=True):
+        for dim, size in enumerate(fake.shape if isinstance(fake, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and isinstance(symbol := _expr(size), sympy.Symbol):
+                found.setdefault(symbol, (node.name, dim))
+    return tuple((symbol, name, dim) for symbol, (name, dim) in found.items())
 
 
 def _hints() -> tuple[tuple[sympy.Symbol, int], ...]:
@@ -239,7 +247,7 @@ def _read_facts(
 ) -> Facts:
     fakes, weight_names = _fake_inputs(gm, example_inputs, onload, names, allow_meta=allow_meta)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
+    versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if isinstance(f, torch.Tensor)}
     reader = _Reader(gm)
     with torch._dynamo.utils.preserve_rng_state(), torch.no_grad(), _fake_mode(), enable_python_dispatcher():
         reader.run(*fakes)
@@ -269,15 +277,46 @@ def _read_facts(
         if node.op not in ("placeholder", "output")
     )
     outputs = _outputs(gm)
-    return Facts(
+    facts = Facts(
         weights=weights,
         inputs=inputs,
         nodes=nodes,
         outputs=tuple(sorted({storage_of(t) for t in _tensors(outputs)} - set(storage_of_weight))),
         output_weights=_output_weights(outputs, storage_of_weight, weights),
-        symbols=_symbols(placeholders, example_inputs),
+        symbols=_symbols(placeholders, example_inputs, fakes),
         hints=_hints(),
+        written_inputs=tuple(
+            node.name
+            for node, fake in zip(placeholders, fakes, strict=True)
+            if node.name in versions and node.name not in weight_names and fake._version != versions[node.name]
+        ),
     )
+    return _settled(facts)
+
+
+def _settled(facts: Facts) -> Facts:
+    """The facts without dimensions that later nodes showed to be equal to others."""
+    env: Any = _fake_mode().shape_env
+    known = {symbol: env.replace(symbol) for symbol in env.replacements} if env is not None else {}
+    if not known:
+        return facts
+
+    @functools.cache
+    def settle(expression: Any) -> Any:
+        return expression.xreplace(known)
+
+    nodes = tuple(
+        dataclasses.replace(
+            node,
+            allocates=tuple((storage, settle(nbytes)) for storage, nbytes in node.allocates),
+            flops=settle(node.flops),
+            touched_nbytes=settle(node.touched_nbytes),
+        )
+        for node in facts.nodes
+    )
+    inputs = tuple((name, storage, settle(nbytes)) for name, storage, nbytes in facts.inputs)
+    symbols = tuple(place for place in facts.symbols if place[0] not in known)
+    return dataclasses.replace(facts, nodes=nodes, inputs=inputs, symbols=symbols)
 
 
 def _output_weights(

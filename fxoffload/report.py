@@ -14,7 +14,6 @@ import torch
 
 from fxoffload import api, draw
 from fxoffload.analysis import costs_of, graph_code, top_level, trace
-from fxoffload.backend import available_device
 from fxoffload.binding import Binding
 from fxoffload.blocks import Blocks
 from fxoffload.buckets import Buckets
@@ -22,13 +21,15 @@ from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.cost import Costs
 from fxoffload.curve import POINTS, Curve, Landmarks, Study, find_curve, find_landmarks
-from fxoffload.engine import device_memory, find_engine
+from fxoffload.eager import attachment_of
+from fxoffload.engine import available_device, device_memory, find_engine
 from fxoffload.errors import ConfigError, OffloadError
 from fxoffload.facts import Facts
 from fxoffload.html import explanation_html
 from fxoffload.machine import Machine
 from fxoffload.plan import Plan
-from fxoffload.planner import make_plan
+from fxoffload.planned import Planned
+from fxoffload.planner import Knobs, knobs_of, make_plan
 from fxoffload.price import SegmentPrice, knee
 from fxoffload.program import Program
 from fxoffload.show import plan_table
@@ -56,37 +57,35 @@ class Explanation:
 
     name: str
     """The class of the model."""
-    program: Program
-    """The stages before the plan."""
+    machine: Machine
+    program: Program | None
+    """The stages before the plan; None for a model that runs without a compiler."""
     costs: Costs
     """What the plan was made from: per segment and bucket, times and bytes."""
+    knobs: Knobs
     plan: Plan
     others: tuple[Explanation, ...] = ()
     """Other graphs of the same model, which ran before this one."""
 
     @property
-    def machine(self) -> Machine:
-        return self.program.machine
-
-    @property
     def facts(self) -> Facts:
         """Weights, inputs and nodes of the traced graph."""
-        return self.program.facts
+        return self._traced.facts
 
     @property
     def blocks(self) -> Blocks:
         """Blocks and the segments that they are cut into."""
-        return self.program.blocks
+        return self._traced.blocks
 
     @property
     def buckets(self) -> Buckets:
         """The weights that move together."""
-        return self.program.buckets
+        return self._traced.buckets
 
     @property
     def prices(self) -> tuple[SegmentPrice, ...]:
         """Segments' flops, times and activations as expressions of the dynamic dimensions."""
-        return self.program.prices
+        return self._traced.prices
 
     @property
     def timeline(self) -> Timeline:
@@ -96,12 +95,12 @@ class Explanation:
     @property
     def source(self) -> str:
         """The generated top level, as it runs."""
-        return top_level(self.program, self.plan)
+        return top_level(self._traced, self.plan)
 
     @property
     def graph_code(self) -> str:
         """The top level as FX code after the passes."""
-        return graph_code(self.program, self.plan)
+        return graph_code(self._traced, self.plan)
 
     @property
     def landmarks(self) -> Landmarks:
@@ -120,12 +119,13 @@ class Explanation:
     @property
     def head(self) -> str:
         """The model and the machine, in two lines."""
+        weights = f"{self.name}  {show_size(sum(b.nbytes for b in self.costs.buckets))} of weights"
+        parts = f"{len(self.costs.segments)} segments, {len(self.costs.buckets)} buckets\n{self.machine}"
+        if self.program is None:
+            return f"{weights}  {parts}"
         blocks = len({segment.block for segment in self.blocks.segments if segment.block})
         tflop = self.facts.value(sum(price.flops for price in self.prices)) / 1e12
-        return (
-            f"{self.name}  {show_size(sum(b.nbytes for b in self.costs.buckets))} of weights  {tflop:.3g} TFLOP a forward  "
-            f"{blocks} blocks in {len(self.costs.segments)} segments, {len(self.costs.buckets)} buckets\n{self.machine}"
-        )
+        return f"{weights}  {tflop:.3g} TFLOP a forward  {blocks} blocks in {parts}"
 
     def at(self, memory_budget: int | str) -> Explanation:
         """The same graph, planned for another budget: bytes or a size string. Changes nothing on the model.
@@ -175,14 +175,24 @@ class Explanation:
         )
 
     @property
+    def _traced(self) -> Program:
+        if self.program is None:
+            raise OffloadError(
+                f"report: {self.name}: it runs without a compiler and was not traced; give fxoffload.explain the inputs of a call"
+            )
+        return self.program
+
+    @property
     def _study(self) -> Study:
-        return Study(self.costs, self.program.knobs, self.plan.activation_nbytes)
+        return Study(self.costs, self.knobs, self.plan.activation_nbytes)
 
     def _knees(self) -> list[str]:
+        if self.program is None:
+            return []
         facts, copies_ms = self.facts, sum(bucket.copy_ms for bucket in self.costs.buckets)
         hints = dict(facts.hints)
         found: list[str] = []
-        for symbol, _ in facts.symbols:
+        for symbol, _, _ in facts.symbols:
             size = knee(self.prices, symbol, copies_ms, hints)
             if size is not None:
                 traced = f"(traced at {hints[symbol]})"
@@ -197,7 +207,7 @@ def explain(model: Any, *inputs: Any, machine: Machine | None = None, dynamic: b
 
     With `inputs`, the arguments of one call (a dict at the end: keyword arguments): traces that call and plans it, without
     compiling or running anything, and without changing the model. Weights and inputs may be on the meta device. `options` are the
-    fields of `OffloadConfig`, by default those that the model was compiled with; `machine` takes the place of the one that is
+    fields of `OffloadConfig`, by default those that the model is offloaded with; `machine` takes the place of the one that is
     here, which then need not have an accelerator; `dynamic` as in `torch.compile`.
 
     Raises OffloadError for a model that has not run where there are no inputs, and for what cannot be offloaded; BudgetError for
@@ -213,7 +223,7 @@ def explain(model: Any, *inputs: Any, machine: Machine | None = None, dynamic: b
     costs = costs_of(program)
     plan = make_plan(costs, _budget_nbytes(config), program.knobs)
     check_plan(plan, costs)
-    return Explanation(type(module).__name__, program, costs, plan)
+    return Explanation(type(module).__name__, program.machine, program, costs, program.knobs, plan)
 
 
 def _explain_run(model: Any, machine: Machine | None, options: Mapping[str, Any]) -> Explanation:
@@ -224,35 +234,33 @@ def _explain_run(model: Any, machine: Machine | None, options: Mapping[str, Any]
         api.get_plan(model)
     except OffloadError as error:
         raise OffloadError(f"{error}, or give fxoffload.explain the inputs of one call") from error
-    found = [_explain_binding(name, binding, options) for binding in api.bindings_of(model)]
+    found = [_explain_planned(name, planned, options) for planned in api.planned_of(model)]
     return dataclasses.replace(found[-1], others=tuple(found[:-1]))
 
 
-def _explain_binding(name: str, binding: Binding, options: Mapping[str, Any]) -> Explanation:
-    program, plan = binding.program, binding.plan
+def _explain_planned(name: str, planned: Planned, options: Mapping[str, Any]) -> Explanation:
+    program = planned.program if isinstance(planned, Binding) else None
+    plan, knobs = planned.plan, planned.knobs
     assert plan is not None
     if options:
-        config = OffloadConfig.from_options({**_fields(program.config), **options})
-        program = dataclasses.replace(program, config=config)
+        config = OffloadConfig.from_options(options, base=planned.config)
+        knobs = knobs_of(config)
+        if program is not None:
+            program = dataclasses.replace(program, config=config)
         budget_nbytes = _budget_nbytes(config) if "memory_budget" in options else plan.budget_nbytes
-        plan = make_plan(binding.costs, budget_nbytes, program.knobs, activation_nbytes=binding.activation_nbytes)
-        check_plan(plan, binding.costs)
-    return Explanation(name, program, binding.costs, plan)
+        plan = make_plan(planned.costs, budget_nbytes, knobs, activation_nbytes=planned.activation_nbytes)
+        check_plan(plan, planned.costs)
+    return Explanation(name, planned.machine, program, planned.costs, knobs, plan)
 
 
 def _config(module: torch.nn.Module, options: Mapping[str, Any]) -> OffloadConfig:
-    """The options, over the settings that the model was compiled with where it was."""
-    if find_engine([*module.parameters(), *module.buffers()]) is None:
-        return OffloadConfig.from_options(options)
-    known = api.settings(module)
-    budget = api.engine_of(module).budget
-    if budget is not None:
-        known["memory_budget"] = budget.memory_budget
-    return OffloadConfig.from_options({**known, **options})
-
-
-def _fields(config: OffloadConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    """The options, over the settings that the model is offloaded with where it is."""
+    attachment, engine = attachment_of(module), find_engine([*module.parameters(), *module.buffers()])
+    planned = api.planned_of(module) if engine is not None else []
+    base = planned[-1].config if planned else attachment.config if attachment is not None else None
+    if engine is not None and engine.budget is not None:
+        options = {"memory_budget": engine.budget.memory_budget, **options}
+    return OffloadConfig.from_options(options, base=base)
 
 
 def _present(device: torch.device) -> torch.device:

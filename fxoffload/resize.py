@@ -25,18 +25,18 @@ class Sizes:
 
     def __init__(self, program: Program) -> None:
         position_of = {placeholder: position for position, placeholder, _ in program.inputs}
-        self._positions = tuple(position_of[placeholder] for _, placeholder in program.facts.symbols)
-        symbols = [symbol for symbol, _ in program.facts.symbols]
+        self._places = tuple((position_of[placeholder], dim) for _, placeholder, dim in program.facts.symbols)
+        symbols = [symbol for symbol, _, _ in program.facts.symbols]
         hints = dict(program.facts.hints)
         self._traced = tuple(hints[symbol] for symbol in symbols)
-        self._price = price_function(program.prices, symbols) if symbols else None
+        self._price = price_function(program.prices, symbols, hints) if symbols else None
         self._last = self._traced
 
     def changed(self, args: Sequence[Any]) -> bool:
         """Whether a call comes with other sizes than the one before."""
-        if not self._positions:
+        if not self._places:
             return False
-        sizes = tuple(int(args[i]) for i in self._positions)
+        sizes = tuple(int(args[i] if dim is None else args[i].shape[dim]) for i, dim in self._places)
         changed, self._last = sizes != self._last, sizes
         return changed
 

@@ -5,7 +5,7 @@ The others stay resident.
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
 
 import torch
 
@@ -13,10 +13,11 @@ from fxoffload.config import OffloadConfig, nearest
 from fxoffload.errors import ConfigError
 
 
-def selected_weights(config: OffloadConfig, root: torch.nn.Module | None) -> frozenset[int] | None:
-    """`id`s of the tensors of the chosen modules, or None for all.
+def chosen_modules(config: OffloadConfig, root: torch.nn.Module | None) -> list[torch.nn.Module] | None:
+    """The modules that are chosen by name or by filter, or None for all.
 
-    Raises AttributeError for a name that is no module of the model (with the nearest names), ConfigError when nothing is chosen.
+    Raises AttributeError for a name that is no module of the model (with the nearest names), ConfigError when nothing with
+    weights is chosen.
     """
     if config.module_names is None and config.module_filter is None:
         return None
@@ -25,18 +26,50 @@ def selected_weights(config: OffloadConfig, root: torch.nn.Module | None) -> fro
             "select: module_names: the compiled function belongs to no module, so its names are unknown; "
             "compile the module itself, or leave module_names and module_filter out"
         )
-    modules = dict(root.named_modules())
     if config.module_names is not None:
-        for name in config.module_names:
-            if name not in modules:
-                known = nearest(name, modules)
-                raise AttributeError(f"select: module_names: {type(root).__name__} has no module {name!r}; {known}")
-        chosen = [modules[name] for name in config.module_names]
+        chosen = [_named_module(root, name) for name in config.module_names]
     else:
         assert config.module_filter is not None
-        chosen = [module for name, module in modules.items() if config.module_filter(name, module)]
-    found = frozenset(id(tensor) for module in chosen for tensor in chain(module.parameters(), module.buffers()))
-    if not found:
+        chosen = [module for name, module in root.named_modules() if config.module_filter(name, module)]
+    if not any(nbytes_below(module) for module in chosen):
         option = "module_filter" if config.module_names is None else "module_names"
         raise ConfigError(f"select: {option}: no module with weights is chosen; choose at least one, or leave it out")
-    return found
+    return chosen
+
+
+def selected_weights(config: OffloadConfig, root: torch.nn.Module | None) -> frozenset[int] | None:
+    """`id`s of the tensors of the chosen modules, or None for all. Raises what `chosen_modules` raises."""
+    chosen = chosen_modules(config, root)
+    if chosen is None:
+        return None
+    return frozenset(id(tensor) for module in chosen for _, tensor in tensors_below(module))
+
+
+def tensors_below(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and plain tensor attributes of a module and all below it, each once, with their names below `name`."""
+    seen: set[int] = set()
+    for path, child in module.named_modules(prefix=name):
+        for key, tensor in own_tensors(child):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{key}" if path else key, tensor
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and plain tensor attributes of the module itself."""
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+    yield from ((key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor))
+
+
+def nbytes_below(module: torch.nn.Module) -> int:
+    """Bytes of the weights of a module and all below it."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_below(module))
+
+
+def _named_module(root: torch.nn.Module, name: str) -> torch.nn.Module:
+    try:
+        return root.get_submodule(name)
+    except AttributeError:
+        known = nearest(name, (known for known, _ in root.named_modules()))
+        raise AttributeError(f"select: module_names: {type(root).__name__} has no module {name!r}; {known}") from None

@@ -76,6 +76,8 @@ class HostBucket:
     region: Region
     flat: torch.Tensor
     weights: list[HostWeight] = field(default_factory=list)
+    coarse: bool = False
+    """Packed by modules, not by the segments of a graph: a graph packs it anew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,10 +118,11 @@ class HostStore:
         found = self._tensors.get(id(tensor))
         return found if found is not None and found.tensor() is tensor and found.is_like(tensor) else None
 
-    def unpack_remains(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Forget every bucket of these tensors in which some weight is gone for good, so that its live ones are packed anew.
+    def unpack(self, tensors: Iterable[torch.Tensor], *, coarse: bool) -> None:
+        """Forget every bucket of these tensors that is to be packed anew: one in which some weight is gone for good.
 
-        A weight is gone when its tensor is, or when the tensor has become another (`model.to(dtype)`).
+        A weight is gone when its tensor is, or when the tensor has become another (`model.to(dtype)`). With `coarse`, buckets
+        that were packed by modules are forgotten too.
         """
         for tensor in tensors:
             found = self._tensors.get(id(tensor))
@@ -127,7 +130,8 @@ class HostStore:
                 continue
             buckets = [part.bucket for part in found.parts]
             wholes = {id(w.whole): w.whole for bucket in buckets for w in bucket.weights}
-            if all((t := whole.tensor()) is not None and self.find(t) is whole for whole in wholes.values()):
+            intact = all((t := whole.tensor()) is not None and self.find(t) is whole for whole in wholes.values())
+            if intact and not (coarse and any(bucket.coarse for bucket in buckets)):
                 continue
             for whole in wholes.values():
                 self._tensors = {key: value for key, value in self._tensors.items() if value is not whole}
@@ -135,11 +139,22 @@ class HostStore:
                 self.buckets.pop(bucket.name, None)
             self._release([r for r in self._regions if any(b.region is r for b in buckets)])
 
+    def whole(self, packed: HostTensor) -> HostWeight:
+        """A packed tensor in one piece. Where its rows lie in several buckets, these are one run of host memory, seen as one."""
+        first = packed.parts[0]
+        if first.rows is None:
+            return first
+        nbytes = align(span_nbytes(packed.view))
+        bucket = HostBucket(f"{packed.name}[:]", nbytes, first.bucket.region, first.bucket.region.flat(0, nbytes))
+        shape, stride = tuple(packed.view.shape), tuple(packed.view.stride())
+        bucket.weights.append(HostWeight(bucket, 0, span_nbytes(packed.view), shape, stride, packed))
+        return bucket.weights[0]
+
     def by_name(self) -> dict[str, HostTensor]:
         """Every packed tensor by its qualified name."""
         return {packed.name: packed for packed in self._tensors.values()}
 
-    def pack(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> HostBucket:
+    def pack(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], *, coarse: bool = False) -> HostBucket:
         """Move (name, tensor) pairs into one new bucket; together they must have bytes. Tensors on a device come to the host."""
         placed: list[tuple[int, str, torch.Tensor]] = []
         offset = 0
@@ -149,7 +164,7 @@ class HostStore:
             end = max(t.data_ptr() + span_nbytes(t) for _, t in group)
             offset += align(end - base)
         region = self._allocate(offset)
-        bucket = HostBucket(self._unused(name), offset, region, region.flat(0, offset))
+        bucket = HostBucket(self._unused(name), offset, region, region.flat(0, offset), coarse=coarse)
         self.buckets[bucket.name] = bucket
         packed = [self._copy(region, start, tensor_name, tensor) for start, tensor_name, tensor in placed]
         for (start, _, tensor), whole in zip(placed, packed, strict=True):

@@ -79,7 +79,7 @@ class StreamTransfer:
         self.copy = copy_without_blocking
         self.device = device
         self._poison = poison
-        self._overlap = overlap
+        self.overlap = overlap
         self._copy_stream = torch.Stream(device=device) if overlap else torch.accelerator.current_stream(device)
         self._compute_stream = torch.accelerator.current_stream(device)
 
@@ -93,8 +93,12 @@ class StreamTransfer:
             # Evictions are waited for by the latest only, which is enough while compute runs in one order.
             stream.wait_event(self._compute_stream.record_event())
         self._compute_stream = stream
-        if not self._overlap:
+        if not self.overlap:
             self._copy_stream = self._compute_stream
+
+    @property
+    def copy_stream(self) -> torch.Stream:
+        return self._copy_stream
 
     def prefetch(self, slot: Slot, after: Slot | None = None) -> None:
         stream = self._copy_stream
@@ -107,8 +111,10 @@ class StreamTransfer:
         self.counters.nbytes_copied += slot.nbytes
 
     def wait(self, slot: Slot) -> None:
-        self.counters.stalls += not slot.ready.query()
-        self._compute_stream.wait_event(slot.ready)
+        # What the host sees done is done for all that is launched from here on.
+        if not slot.ready.query():
+            self.counters.stalls += 1
+            self._compute_stream.wait_event(slot.ready)
 
     def evict(self, slot: Slot) -> None:
         if self._poison:

@@ -4,7 +4,7 @@ The estimate of the activations comes from liveness; what a forward really takes
 fusion saves, and the allocator's fragmentation. So the first `FORWARDS` forwards run with the least staging that works: one warms
 kernels up, the others show what the allocator comes to hold,
 
-    activations = reserved - arena - what others had allocated before, the graph's inputs left out
+    activations = reserved - arenas - what others had allocated before, the graph's inputs left out - pools of others' captures
 
 and the plan is made with that: memory that is reserved around the tensors of others, and of no use to them, counts here. The next
 `WATCHED` forwards are watched: should they take more, the plan is made again.
@@ -12,12 +12,12 @@ and the plan is made with that: memory that is reserved around the tensors of ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from fxoffload.arena import Arena
+from fxoffload.arena import nbytes_of_arenas
 from fxoffload.debug import logger
 from fxoffload.profile import SegmentTimer
 from fxoffload.sizes import show_size
@@ -26,20 +26,26 @@ FORWARDS = 3
 WATCHED = 6
 SLACK_NBYTES = 48 << 20
 """The allocator holds pieces of 20 MiB, which fall otherwise at other addresses."""
+SHARED_SLACK_NBYTES = 80 << 20
+"""Beside other models under one budget: what lives on of their results holds pieces too, others in every turn."""
 AMPLE_NBYTES = 256 << 20
 """What kernels may take while they are tuned, beyond twice the activations."""
 
 
 class Warmup:
-    """Counts forwards. `timer` is set while segments are to be timed."""
+    """Counts forwards. `timer` is set while segments are to be timed. `idle`: bytes of others' captures that are in no tensor."""
 
-    def __init__(self, device: torch.device, arena: Arena, *, known: bool, profile: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, known: bool, profile: bool, shares: bool, idle: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`shares`: other models run under the same budget."""
         self._device = device
-        self._arena = arena
+        self._idle = idle
         self._measures = device.type != "cpu" and not known
         self._forwards = FORWARDS if self._measures else int(profile)
         self._watched = WATCHED if self._measures else 0
         self._profile = profile
+        self._slack_nbytes = SLACK_NBYTES + (SHARED_SLACK_NBYTES if shares else 0)
         self._foreign_nbytes = 0
         self.timer: SegmentTimer | None = SegmentTimer(device) if profile and self._forwards == 1 else None
 
@@ -53,7 +59,7 @@ class Warmup:
         if self._measures:
             given = sum(t.untyped_storage().nbytes() for t in inputs if isinstance(t, torch.Tensor))
             self._settle()
-            self._foreign_nbytes = torch.accelerator.memory_allocated(self._device) - self._arena.nbytes - given
+            self._foreign_nbytes = torch.accelerator.memory_allocated(self._device) - nbytes_of_arenas(self._device) - given
 
     def after_forward(self) -> bool:
         """True when the last of the first forwards is over: `activations` and `timer` have their results."""
@@ -71,7 +77,7 @@ class Warmup:
         measured = self._held_nbytes()
         logger.info("warmup: a forward takes %s besides the arena, estimated %s", show_size(measured), show_size(estimate_nbytes))
         # Below a few of the allocator's pieces the measure tells little.
-        return max(measured + measured // 64 + SLACK_NBYTES, min(estimate_nbytes, 3 * SLACK_NBYTES))
+        return max(measured + measured // 64 + self._slack_nbytes, min(estimate_nbytes, 3 * SLACK_NBYTES))
 
     def watch(self) -> None:
         """Watch the next forwards again: they have other sizes."""
@@ -85,7 +91,8 @@ class Warmup:
         return max(self._held_nbytes() - activation_nbytes, 0)
 
     def _held_nbytes(self) -> int:
-        return torch.accelerator.memory_reserved(self._device) - self._arena.nbytes - self._foreign_nbytes
+        held = torch.accelerator.memory_reserved(self._device) - nbytes_of_arenas(self._device) - self._foreign_nbytes
+        return held - self._idle()
 
     def _settle(self) -> None:
         """Let the allocator give back what it can."""

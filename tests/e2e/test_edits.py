@@ -131,7 +131,7 @@ def test_a_replaced_or_swapped_weight_counts_at_the_next_call(change: Callable[[
         trio.check(rows(3))
         assert_streams(trio.streamed)
     assert fxoffload.stats(trio.streamed).nbytes_host == host
-    assert len(api.engine_of(trio.streamed).bindings) == 1
+    assert len(api.engine_of(trio.streamed).planned) == 1
 
 
 def test_what_replaced_weights_leave_behind_keeps_its_value() -> None:

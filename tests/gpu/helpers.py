@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api
+from fxoffload.cuda import CudaCapturer
 from fxoffload.transfer import Slot, StreamTransfer
 from tests import checks
 from tests.checks import budgets
@@ -81,4 +83,34 @@ def late_compute(model: Any) -> None:
 def slots(model: Any) -> dict[str, Slot]:
     staged = api.bindings_of(model)[-1].staged
     assert staged is not None
-    return staged._slots
+    return staged.of_load
+
+
+def graphed(model: nn.Module, **options: Any) -> Any:
+    """Offload with captures: what is not captured fails."""
+    return offload(model, **{"cuda_graph": "strict", **options})
+
+
+def resident(model: nn.Module, calls: int, **options: Any) -> list[torch.Tensor]:
+    """Results of a copy of a model under the same backend, uncaptured and resident."""
+    other = copy.deepcopy(model)
+    compiled = offload(other, **options)
+    return results(compiled, calls)
+
+
+def capturer_of(model: Any) -> CudaCapturer:
+    found = api.engine_of(model).capturer
+    assert isinstance(found, CudaCapturer)
+    return found
+
+
+def assert_replayed(model: Any, count: int = 1) -> Callable[[], None]:
+    """To be called when `count` more forwards were replays, and steady ones."""
+    before = fxoffload.stats(model)
+
+    def check() -> None:
+        after = fxoffload.stats(model)
+        assert after.replays - before.replays == count
+        assert after.restores == before.restores
+
+    return check

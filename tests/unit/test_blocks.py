@@ -87,16 +87,22 @@ def test_a_module_called_again_is_another_block() -> None:
     assert_covers(facts, blocks)
 
 
-def test_declared_containers_replace_discovery() -> None:
+def test_declared_blocks_replace_discovery() -> None:
     facts = read(seeded(Towers), X).facts
-    assert names(find_blocks(facts, max_segment_nbytes=WHOLE, declared=("towers.1",))) == [
+    assert names(find_blocks(facts, max_segment_nbytes=WHOLE, declared={"towers.1.0", "towers.1.1"})) == [
         "towers.0.0",
         "towers.1.0",
         "towers.1.1",
         "shared",
     ]
     facts = read(toy(1), X).facts
-    assert names(find_blocks(facts, max_segment_nbytes=WHOLE, declared=("blocks",))) == ["inp", "blocks.0", "out"]
+    assert names(find_blocks(facts, max_segment_nbytes=WHOLE, declared={"blocks.0", "blocks.1"})) == ["inp", "blocks.0", "out"]
+    assert names(find_blocks(facts, max_segment_nbytes=WHOLE, declared={"inp", "out"})) == ["inp", "blocks.0.norm", "out"]
+
+
+def test_where_no_declared_block_ran_blocks_are_discovered() -> None:
+    blocks = find_blocks(read(toy(2), X).facts, max_segment_nbytes=WHOLE, declared={"others.0"})
+    assert names(blocks) == ["inp", "blocks.0", "blocks.1", "out"]
 
 
 class Glue(nn.Module):

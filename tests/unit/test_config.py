@@ -51,6 +51,7 @@ def test_defaults() -> None:
         "max_bucket_bytes": "auto",
         "profile": False,
         "mode": None,
+        "cuda_graph": False,
     }
     assert dataclasses.asdict(OffloadConfig.from_options(None)) == expected
     assert OffloadConfig() == config() == OffloadConfig.from_options(None, mode="default")
@@ -93,6 +94,10 @@ def test_defaults() -> None:
         ("max_bucket_bytes", None, "auto"),
         ("profile", True, True),
         ("mode", "max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
+        ("mode", "reduce-overhead", None),
+        ("mode", "max-autotune", "max-autotune-no-cudagraphs"),
+        ("cuda_graph", True, True),
+        ("cuda_graph", "strict", "strict"),
     ],
 )
 def test_accepted(name: str, given: object, stored: object) -> None:
@@ -124,18 +129,12 @@ def test_accepted(name: str, given: object, stored: object) -> None:
         ("max_bucket_bytes", "4ib", f"'4ib' is not a size; give {SIZES}"),
         ("segment_compiler", "aot-eager", "'aot-eager' is not accepted; did you mean 'aot_eager' or 'eager'?"),
         ("segment_compiler", "tvm", "'tvm' is not accepted; give one of 'inductor', 'aot_eager', 'eager'"),
-        ("mode", "fast", "'fast' is not accepted; give one of 'default', 'max-autotune-no-cudagraphs'"),
         (
             "mode",
-            "reduce-overhead",
-            "'reduce-overhead' asks for a captured CUDA graph of the whole forward, which is not supported yet; use 'default'",
+            "fast",
+            "'fast' is not accepted; give one of 'default', 'max-autotune-no-cudagraphs', 'reduce-overhead', 'max-autotune'",
         ),
-        (
-            "mode",
-            "max-autotune",
-            "'max-autotune' asks for a captured CUDA graph of the whole forward, which is not supported yet; "
-            "use 'max-autotune-no-cudagraphs'",
-        ),
+        ("cuda_graph", "yes", "'yes' is not accepted; give True, False or 'strict'"),
     ],
 )
 def test_refused(name: str, value: object, text: str) -> None:
@@ -174,7 +173,8 @@ def test_refused(name: str, value: object, text: str) -> None:
         ("inductor", {1: True}, "1 is of type int", "a dict of Inductor settings by name, such as {'max_autotune': True}"),
         ("max_bucket_bytes", 1.0, "1.0 is of type float", SIZES),
         ("profile", "yes", "'yes' is of type str", "True or False"),
-        ("mode", 1, "1 is of type int", "one of 'default', 'max-autotune-no-cudagraphs'"),
+        ("mode", 1, "1 is of type int", "one of 'default', 'max-autotune-no-cudagraphs', 'reduce-overhead', 'max-autotune'"),
+        ("cuda_graph", 1, "1 is of type int", "True, False or 'strict'"),
     ],
 )
 def test_wrong_type(name: str, value: object, shown: str, accepted: str) -> None:
@@ -230,6 +230,15 @@ def test_the_mode_may_come_with_the_options() -> None:
     assert str(caught.value) == (
         "config: mode: 'default' is given, and 'max-autotune-no-cudagraphs' among the options; give one of the two"
     )
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_that_capture(mode: str) -> None:
+    captured = OffloadConfig.from_options({}, mode=mode)
+    assert captured.cuda_graph is True
+    assert captured == config(cuda_graph=True, mode=captured.mode)
+    assert config(mode=mode, cuda_graph="strict").cuda_graph == "strict"
+    assert config(mode="max-autotune-no-cudagraphs").cuda_graph is False
 
 
 def test_equal_settings_are_one_key() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxoffload.edits import EditWatch, sample, version_of
+from fxoffload.edits import EditWatch, probed_words, version_of
 
 DTYPES = [
     torch.float64,
@@ -207,19 +207,41 @@ def test_asking_under_inference_mode_leaves_ordinary_tensors() -> None:
         assert watch.written(tensors) == [0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 100, 127, 1000, 100_000])
-def test_a_sample_is_a_small_view_spread_over_the_memory(count: int) -> None:
-    tensor = torch.zeros(count)
-    probe = sample(tensor)
-    assert probe.dtype == torch.int32
-    assert 1 <= probe.numel() <= 64
-    assert probe.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    tensor.fill_(1)
-    assert probe.ne(0).all()
-    assert probe.stride(0) * probe.numel() >= count * 0.9 or count < 64
+def test_probed_words_are_few_and_spread_over_the_memory(count: int, dtype: torch.dtype) -> None:
+    tensor = torch.zeros(count, dtype=dtype)
+    words = probed_words(tensor)
+    assert 1 <= len(words) <= 32
+    assert words[0] == tensor.data_ptr() // 8
+    end = tensor.data_ptr() + count * tensor.element_size()
+    assert (words[-1] + 1) * 8 <= end + 7
+    assert (words[-1] + words.step) * 8 >= end - 8
+    if words.step > 1:
+        assert len(words) > 10
 
 
-def test_a_sample_looks_at_many_columns() -> None:
-    tensor = torch.arange(64 * 1024).reshape(1024, 64).float()
-    columns = {int(bits.view(torch.float32)) % 64 for bits in sample(tensor)}
-    assert len(columns) > 32
+def test_probed_words_are_of_many_columns() -> None:
+    tensor = torch.zeros(1024, 64)
+    columns = {(word * 8 - tensor.data_ptr()) // 4 % 64 for word in probed_words(tensor)}
+    assert len(columns) > 16
+
+
+def test_a_part_of_a_weight_is_enough() -> None:
+    """A twentieth of the rows, wherever they are: such as one head of a merged projection."""
+    for first in range(0, 1000, 50):
+        watched = Watched(torch.rand(1000, 100))
+        watched.tensors[0].data[first : first + 50] += 1
+        assert watched.written() == [0]
+
+
+def test_a_probe_reads_memory_of_its_own_only() -> None:
+    """Weights that lie far apart, with anything between them."""
+    tensors = [torch.rand(4, 4) for _ in range(3)]
+    between = [torch.rand(1000) for _ in range(50)]
+    watched = Watched(*tensors)
+    for other in between:
+        other += 1
+    assert watched.written() == []
+    dense_edit(watched.tensors[2])
+    assert watched.written() == [2]

@@ -136,7 +136,7 @@ def test_a_copy_that_fails_is_raised_by_the_call_and_the_next_is_right(monkeypat
     compiled(rows(0)), compiled(rows(0))
     transfer = api.engine_of(model).transfer
     load = fxoffload.get_plan(model).loads[2].name
-    slot = api.bindings_of(model)[0].staged._slots[load]
+    slot = api.bindings_of(model)[0].staged.of_load[load]
     host = slot.host
     slot.host = torch.empty(3, dtype=torch.uint8)
     for _ in range(2):

@@ -140,6 +140,14 @@ def test_weights_have_the_type_of_the_config(tmp_path: Path) -> None:
         assert not model.training
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [("float16", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_parts_that_transformers_keeps_from_float16(dtype: str, kept: torch.dtype, tmp_path: Path) -> None:
+    model = metamodel.build(config_of("t5"), tmp_path, dtype=dtype)
+    by_name = {name: p.dtype for name, p in model.named_parameters()}
+    assert by_name["encoder.block.0.layer.1.DenseReluDense.wo.weight"] == kept
+    assert by_name["encoder.block.0.layer.1.DenseReluDense.wi_0.weight"] == getattr(torch, dtype)
+
+
 def test_parts_that_a_class_keeps_in_float32(tmp_path: Path) -> None:
     model = metamodel.build(config_of("wan"), tmp_path)
     by_dtype = {str(p.dtype): name for name, p in model.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -103,6 +104,16 @@ def test_persistent_knobs_are_met_exactly():
     # Also where everything would fit: what the user fixed wins.
     assert make_plan(costs, 99 * UNIT, Knobs(persistent_buckets=4)).streamed_nbytes == 6 * UNIT
     assert make_plan(costs, 99 * UNIT, Knobs(persistent_buckets=99)).streamed_nbytes == 0
+
+
+def test_what_must_stay_takes_no_persistent_place():
+    costs = equal_chain(7)
+    first, *others, last = costs.buckets
+    kept = (dataclasses.replace(first, keep=True), *others, dataclasses.replace(last, keep=True))
+    costs = dataclasses.replace(costs, buckets=kept)
+    plan = make_plan(costs, 7 * UNIT, Knobs(persistent_buckets=2, persistent_bins=2))
+    check_plan(plan, costs)
+    assert residents(plan) == ["blocks.0", "blocks.1", "blocks.3", "blocks.6"]
 
 
 @pytest.mark.parametrize("seed", [0, 7])

@@ -1,0 +1,362 @@
+"""Offload without a compiler: the modules of a model call the same runtime, by a plan of the same planner.
+
+`attach` stands in for the methods of the root that callers begin with (its forward; a VAE's `decode`), and hooks every unit. A
+method begins and ends a forward; the hooks bring a unit's weights in and take them out (`follow`). A unit that is called on its
+own, outside all of these, is copied for that call.
+
+While Dynamo traces for one of our backends all of this is left out: a compiled graph has prefetches, waits and evictions of its
+own. Another backend's graphs break around every unit, and compute the same.
+"""
+
+# Private names of torch: constants of Dynamo. Checked on torch 2.11 and 2.13.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from fxoffload.calibrate import machine_of
+from fxoffload.config import OffloadConfig
+from fxoffload.containers import tensors_in, to_device
+from fxoffload.engine import Engine, available_device, engine_for
+from fxoffload.errors import GradientError, OffloadError, OffloadWarning
+from fxoffload.follow import Follower
+from fxoffload.foreign import refuse_foreign_hooks
+from fxoffload.hostalias import is_tracing
+from fxoffload.units import Units, find_units, split_limit
+
+ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
+"""Methods that callers begin with, where a model has them."""
+
+_attachment_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
+"""Weak on both sides: the model's hooks hold its attachment."""
+
+
+def attachment_of(root: torch.nn.Module) -> Attachment | None:
+    """What offloads this model without a compiler, or None."""
+    found = _attachment_of.get(root)
+    return found() if found is not None else None
+
+
+def attach(root: torch.nn.Module, config: OffloadConfig, units: Units | None = None) -> Attachment:
+    """Offload a model: from now on it runs from host memory. `units`: the modules that stream, found where it is left out.
+
+    Raises BudgetError where the weights of one unit do not fit the budget, OffloadError where somebody else already moves
+    the model's weights. The model is then as it was.
+    """
+    refuse_foreign_hooks(root)
+    if attachment_of(root) is not None:
+        raise OffloadError(
+            f"eager: {type(root).__name__}: it is offloaded already; call fxoffload.remove_layerwise_offload(model) first"
+        )
+    attachment = Attachment(root, config, units)
+    _attachment_of[root] = weakref.ref(attachment)
+    return attachment
+
+
+class Attachment:
+    """One offloaded model. `module_names`: of the units, in the order of definition."""
+
+    def __init__(self, root: torch.nn.Module, config: OffloadConfig, units: Units | None) -> None:
+        self._root = weakref.ref(root)
+        self.config = config
+        self._given = units
+        self.engine: Engine = engine_for(
+            [*root.parameters(), *root.buffers()], root, config, available_device(config.onload_device)
+        )
+        self._followers: dict[str, Follower] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._entries: list[str] = []
+        self._running: Follower | None = None
+        self._alone: torch.nn.Module | None = None
+        """The unit that was called outside all entries."""
+        self.units = self._find()
+        self._structure = _structure(root)
+        try:
+            if config.eager_offload:
+                self._follower("forward")
+            self._stand_in(root)
+        except BaseException:
+            self.detach()
+            raise
+
+    @property
+    def root(self) -> torch.nn.Module:
+        root = self._root()
+        assert root is not None
+        return root
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        return tuple(unit.name for unit in self.units.units)
+
+    def detach(self, device: torch.device | None = None) -> None:
+        """Give the model back: no hooks, its weights in ordinary host memory, or on `device`. May be called again."""
+        root = self._root()
+        with self.engine.lock:
+            self._unhook()
+            if root is not None and attachment_of(root) is self:
+                del _attachment_of[root]
+            if self._followers:
+                self._followers.clear()
+                self.engine.dissolve()
+        if root is not None and device is not None:
+            root.to(device)
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _find(self) -> Units:
+        if self._given is not None:
+            return self._given
+        limit_nbytes = split_limit(self.root, self.config, self.engine.budget_nbytes(self.config))
+        return find_units(self.root, self.config, limit_nbytes=limit_nbytes)
+
+    def _follower(self, entry: str) -> Follower:
+        """The follower for one way through the model, made at its first use; `""` for units on their own."""
+        self._see_structure()
+        found = self._followers.get(entry)
+        if found is not None and not found.is_stale():
+            return found
+        engine = self.engine
+        if found in engine.planned:
+            engine.planned.remove(found)
+        found = Follower(engine, self.config, machine_of(engine.device), self.root, self.units, measures=bool(entry))
+        found.decide_early()
+        self._followers[entry] = found
+        engine.planned = [*(p for p in engine.planned if not p.is_stale()), found]
+        return found
+
+    def _see_structure(self) -> None:
+        """Find the units again when a module, a parameter or a buffer was replaced, added or taken away."""
+        root = self.root
+        if all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure):
+            return
+        self._unhook()
+        self._given = None
+        self.units = self._find()
+        self._structure = _structure(root)
+        self.engine.planned = [p for p in self.engine.planned if p not in self._followers.values()]
+        self._followers.clear()
+        self._stand_in(root)
+
+    def _stand_in(self, root: torch.nn.Module) -> None:
+        for name in ENTRIES:
+            method = getattr(root, name, None)
+            if callable(method) and name not in vars(root):
+                setattr(root, name, _Entry(self, name, method))
+                self._entries.append(name)
+        for index, unit in enumerate(self.units.units):
+            before, after = _Hook(self, index, enters=True), _Hook(self, index, enters=False)
+            self._hooks.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        root = self._root()
+        if root is not None:
+            for name in self._entries:
+                vars(root).pop(name, None)
+        self._entries.clear()
+
+    # -- a call ----------------------------------------------------------------------------------------------------
+
+    def call(self, entry: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A method of the root, from host memory."""
+        with self.engine.lock:
+            if self._running is not None and self._alone is None:
+                return method(*args, **kwargs)
+            args, kwargs, looking = _apart(self._begin_entry, entry, args, kwargs)
+            completed = False
+            try:
+                with looking:
+                    result = method(*args, **kwargs)
+                completed = True
+            finally:
+                _apart(self._end, completed=completed)
+            target = self.config.output_device
+            return result if target is None else to_device(result, target)
+
+    def _begin_entry(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        self._end_alone(completed=False)
+        follower = self._follower(entry)
+        return *self._begin(follower, args, kwargs, ordered=True), follower.looking()
+
+    def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A unit is called. Returns its arguments, where they had to come to the device first."""
+        with self.engine.lock:
+            if self._alone is not None and not _is_called(self._alone, beyond=self._alone == self._module(unit)):
+                # A call of a unit on its own was interrupted, and its hook never ran.
+                self._end_alone(completed=False)
+            if self._running is not None:
+                self._running.enter(unit)
+                return None
+            follower = self._follower("")
+            moved = self._begin(follower, args, kwargs, ordered=False)
+            self._alone = self._module(unit)
+            self.engine.lock.acquire()
+            try:
+                follower.enter(unit)
+            except BaseException:
+                self._end_alone(completed=False)
+                raise
+            return moved
+
+    def leave(self, unit: int) -> None:
+        """The unit returned or raised; or its call was refused before it began."""
+        running = self._running
+        if running is not None and running.innermost == unit:
+            running.leave(unit)
+            if self._alone is not None and running.innermost is None:
+                self._end_alone(completed=True)
+
+    def _module(self, unit: int) -> torch.nn.Module:
+        return self.units.units[unit].module
+
+    def _begin(
+        self, follower: Follower, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._refuse_gradients(follower)
+        device = self.engine.device
+        args, kwargs = to_device(args, device), to_device(kwargs, device)
+        shared = self.engine.shared_budget(self.config)
+        if shared is not None:
+            shared.lock.acquire()
+        try:
+            follower.begin([*tensors_in((args, kwargs))], ordered=ordered)
+        except BaseException:
+            if shared is not None:
+                shared.lock.release()
+            raise
+        self._running = follower
+        return args, kwargs
+
+    def _end(self, *, completed: bool) -> None:
+        follower, self._running = self._running, None
+        assert follower is not None
+        shared = self.engine.shared_budget(self.config)
+        try:
+            follower.end(completed=completed)
+        finally:
+            if shared is not None:
+                shared.lock.release()
+
+    def _end_alone(self, *, completed: bool) -> None:
+        if self._alone is not None:
+            self._alone = None
+            try:
+                self._end(completed=completed)
+            finally:
+                self.engine.lock.release()
+
+    def _refuse_gradients(self, follower: Follower) -> None:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in follower.tensors()):
+            raise GradientError(
+                f"eager: {type(self.root).__name__}: its weights require gradients, and weights are streamed for inference only; "
+                "call the model under torch.no_grad() or torch.inference_mode()"
+            )
+
+
+class _Entry:
+    """Stands in for a method of the root. A copy of the root gets its class's method."""
+
+    def __init__(self, attachment: Attachment, name: str, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self._attachment = attachment
+        self._name = name
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _traces_for_us():
+            return self._method(*args, **kwargs)
+        return _enclosing(self._attachment.call, self._name, self._method, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _method_of(memo.get(id(self._attachment.root), self._attachment.root), self._name)
+
+    def __reduce__(self) -> Any:
+        return _method_of, (self._attachment.root, self._name)
+
+
+def _method_of(root: torch.nn.Module, name: str) -> Any:
+    return types.MethodType(getattr(type(root), name), root)
+
+
+class _Hook:
+    """Before or behind a unit's forward. A copy of the module gets one that does nothing."""
+
+    def __init__(self, attachment: Attachment, unit: int, *, enters: bool) -> None:
+        self._attachment = attachment
+        self._unit = unit
+        self._enters = enters
+
+    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any, *_output: Any) -> Any:
+        if torch.compiler.is_compiling() and _traces_for_us():
+            return None
+        if self._enters:
+            return _apart(self._attachment.enter, self._unit, args, kwargs)
+        return _apart(self._attachment.leave, self._unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _get_no_hook, ()
+
+
+def _no_hook(*_: Any) -> None:
+    pass
+
+
+def _get_no_hook() -> Callable[..., None]:
+    return _no_hook
+
+
+@torch._dynamo.assume_constant_result
+def _traces_for_us() -> bool:
+    """Asked by Dynamo while it traces an offloaded model, for a backend of ours or for another one."""
+    if is_tracing():
+        return True
+    warnings.warn(
+        "eager: an offloaded model is compiled by another backend, which breaks the graph around every unit; "
+        "torch.compile(model, backend='layerwise') compiles it as one graph, and streams by the same settings",
+        OffloadWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+# Another backend's graphs break here: around what is done at a unit, and before and behind the code of an entry.
+_apart = cast("Callable[..., Any]", torch.compiler.disable(_call))
+_enclosing = cast("Callable[..., Any]", torch.compiler.disable(_call, recursive=False))
+
+
+def _is_called(module: torch.nn.Module, *, beyond: bool) -> bool:
+    """Whether a call of this module is on the Python stack; `beyond` the innermost one, which is known."""
+    frame: types.FrameType | None = sys._getframe(1)
+    found = 0
+    while frame is not None:
+        found += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return found > int(beyond)
+
+
+def _structure(root: torch.nn.Module) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
+    """Every dict that holds modules, parameters and buffers, with what it holds now."""
+    dicts = (d for m in root.modules() for d in (m._modules, m._parameters, m._buffers))
+    return [(d, tuple(d.values())) for d in dicts]

@@ -1,0 +1,330 @@
+"""Whole forwards as captured graphs (`options={"cuda_graph": True}`): when one is made, used, given back, and given up.
+
+A forward is captured when inputs of one kind (shapes, strides, dtypes) come for the second time under one plan: by then its
+kernels are compiled and loaded. From then on a call copies its inputs into those of the capture, replays it, and hands out copies
+of its results. The warm-up sees captures too, so what they hold counts among the plan's activations.
+
+A capture is good for one plan in one arena. Of the model it reads residents, slots and, at the time of the replay, host memory:
+edits need nothing here, for `engine.present` and `engine.current` make the next forward restore what has to be restored.
+
+Captures hold memory between forwards. They are given back when an uncaptured graph of the model, or another model under the same
+budget, needs it. If that happens again and again, or a forward cannot be captured at all, the generated program runs instead, and
+one warning says why; with `cuda_graph="strict"` it is an error.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxoffload.capture import Call, Capturer, CaptureTransfer, Graph, SegmentRecorder
+from fxoffload.debug import logger, switches
+from fxoffload.edits import elements
+from fxoffload.errors import OffloadError, OffloadWarning, PlanError
+from fxoffload.names import identifier
+from fxoffload.plan import Plan
+from fxoffload.program import Program
+from fxoffload.sizes import show_size
+from fxoffload.staged import Staged, Watcher
+from fxoffload.storages import storage_of
+from fxoffload.transfer import StreamTransfer, Transfer
+from fxoffload.verify_capture import check_capture
+
+if TYPE_CHECKING:
+    from fxoffload.engine import Engine
+
+MOST = 8
+"""Kinds of inputs that are captured under one plan; further ones run uncaptured."""
+WORTH = 8
+"""Replays that pay for a capture."""
+STRIKES = 3
+"""How often captures may be lost before they have paid."""
+
+Key = tuple[Any, ...]
+MakeStaged = Callable[[Transfer, Watcher], Staged]
+
+_warned: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def capturer_for(engine: Engine) -> Capturer | str:
+    """What captures for this engine, or why nothing does."""
+    if engine.device.type != "cuda" or not isinstance(engine.transfer, StreamTransfer):
+        return f"the onload device is {engine.device.type!r}, and only CUDA captures"
+    from fxoffload.cuda import CudaCapturer
+
+    return CudaCapturer(engine.transfer)
+
+
+def idle_elsewhere(engine: Engine) -> int:
+    """Device memory that captures of other models, and the user's own, hold without using it now."""
+    if engine.device.type != "cuda":
+        return 0
+    from fxoffload.cuda import CudaCapturer, idle_nbytes
+
+    return idle_nbytes(engine.device, engine.capturer if isinstance(engine.capturer, CudaCapturer) else None)
+
+
+class _Kind(enum.Enum):
+    """What an input is to a capture: copied in, used where it lies because the graph writes to it, or just handed through."""
+
+    GIVEN = enum.auto()
+    WRITTEN = enum.auto()
+    WEIGHT = enum.auto()
+
+
+class Graphs:
+    """The captures of one program with the weights of one engine."""
+
+    def __init__(self, program: Program, engine: Engine, *, strict: bool) -> None:
+        """Raises OffloadError where nothing can be captured, if `strict`."""
+        self._engine = weakref.ref(engine)
+        self._strict = strict
+        self._device = program.onload
+        self._inputs = [(name, _kind(program, placeholder)) for _, placeholder, name in program.inputs]
+        self._captures: dict[Key, Capture] = {}
+        self._seen: set[Key] = set()
+        self._staged: Staged | None = None
+        self._strikes = 0
+        self._lost = ""
+        self._failed = ""
+        self.refused = ""
+        """Why nothing is captured any more."""
+        if engine.capturer is None:
+            engine.capturer = capturer_for(engine)
+        if isinstance(engine.capturer, str):
+            self._refuse(engine.capturer)
+
+    def find(self, inputs: Sequence[Any], plan: Plan, make_staged: MakeStaged) -> Capture | None:
+        """The capture for these inputs, made now if it is time; None if the forward is to run uncaptured."""
+        self._failed = ""
+        if self._strikes >= STRIKES:
+            self._refuse(self._lost)
+        if self.refused:
+            self._raise_if_strict()
+            return None
+        key = self._key(inputs)
+        if key is None:
+            return None
+        found = self._captures.get(key)
+        if found is None and key in self._seen and len(self._captures) < MOST:
+            found = self._capture(inputs, plan, make_staged)
+            if found is not None:
+                self._captures[key] = found
+        if len(self._seen) < 8 * MOST:
+            self._seen.add(key)
+        return found
+
+    def ran_uncaptured(self) -> None:
+        """An uncaptured forward went well. If its capture had failed, the fault is not the model's: captures are given up."""
+        if self._failed:
+            self._refuse(self._failed)
+
+    @property
+    def held(self) -> bool:
+        """Whether there are captures, which hold memory."""
+        return bool(self._captures)
+
+    def lose(self, why: str) -> None:
+        """Others need the memory: give the captures back for now. The next call says so if that was once too often."""
+        if not self.refused and self._seen:
+            self._strikes += sum(capture.replays for capture in self._captures.values()) < WORTH
+            self._lost = why
+            self._drop()
+
+    def release(self) -> None:
+        """The plan or the arena goes: nothing that was captured is good any more."""
+        self._drop()
+        self._seen.clear()
+        self._staged = None
+
+    def _drop(self) -> None:
+        captures = list(self._captures.values())
+        self._captures.clear()
+        engine = self._engine()
+        if not captures or engine is None:
+            return
+        capturer = _capturer_of(engine)
+        capturer.wait()
+        graphs = [capture.clear() for capture in captures]
+        capturer.release(graphs)
+
+    def _refuse(self, why: str) -> None:
+        self.refused, self._failed, self._strikes = why, "", 0
+        self.release()
+        self._raise_if_strict()
+        engine = self._engine()
+        if engine is not None and engine not in _warned:
+            _warned.add(engine)
+            warnings.warn(
+                f"{self._complaint()}; the host issues its segments and copies one by one, with the same results; "
+                "leave cuda_graph out for this model",
+                OffloadWarning,
+                stacklevel=2,
+            )
+
+    def _raise_if_strict(self) -> None:
+        if self._strict:
+            raise OffloadError(f"{self._complaint()}; pass cuda_graph=True to run it uncaptured, or leave cuda_graph out")
+
+    def _complaint(self) -> str:
+        engine = self._engine()
+        root = engine.root() if engine is not None and engine.root is not None else None
+        return f"graph: {type(root).__name__ if root is not None else 'a graph without a module'}: not captured: {self.refused}"
+
+    def _key(self, inputs: Sequence[Any]) -> Key | None:
+        """Equal for inputs that one capture serves."""
+        key: list[Any] = []
+        for value, (name, kind) in zip(inputs, self._inputs, strict=True):
+            if not isinstance(value, torch.Tensor):
+                key.append(value)
+            elif kind is _Kind.WEIGHT:
+                key.append(None)
+            elif value.device.type == self._device.type:
+                address = value.data_ptr() if kind is _Kind.WRITTEN else None
+                key.append((value.shape, value.stride(), value.dtype, address))
+            elif value.dim() == 0:
+                # Such as a float that Dynamo passes as a tensor: kernels get its value.
+                key.append(value.item())
+            else:
+                self._failed = f"its input {name!r} is on {str(value.device)!r}"
+                return None
+        return tuple(key)
+
+    def _capture(self, inputs: Sequence[Any], plan: Plan, make_staged: MakeStaged) -> Capture | None:
+        """None, and a reason in `_failed`, if it does not work."""
+        engine = self._engine()
+        assert engine is not None
+        capturer = _capturer_of(engine)
+        if self._staged is None:
+            wraps = [load.name for load in plan.loads if load.wraps]
+            transfer = CaptureTransfer(capturer, engine.transfer.counters, wraps, poison=switches().poison)
+            names = {identifier(name): name for name in plan.segments}
+            self._staged = make_staged(transfer, SegmentRecorder(transfer, names))
+        staged, transfer = self._staged, self._staged.transfer
+        assert isinstance(transfer, CaptureTransfer)
+        own = {
+            i: _twin(value)
+            for i, (value, (_, kind)) in enumerate(zip(inputs, self._inputs, strict=True))
+            if isinstance(value, torch.Tensor) and kind is _Kind.GIVEN and value.device.type == self._device.type
+        }
+        arguments = [own.get(i, value) for i, value in enumerate(inputs)]
+
+        def work() -> Any:
+            transfer.start()
+            outputs = staged.top.forward(*arguments)
+            transfer.join()
+            return outputs
+
+        try:
+            graph, outputs = capturer.capture(work)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
+            where = f"segment {transfer.segment} cannot be captured" if transfer.segment else "the capture cannot begin"
+            self._failed = f"{where} ({reason})"
+            return None
+        finally:
+            recording, behind = transfer.finish()
+        try:
+            check_capture(plan, recording)
+        except PlanError:
+            capturer.release([graph])
+            raise
+        logger.info("graph: captured a forward of %d segments; captures hold %s", len(plan.segments), show_size(capturer.nbytes))
+        results = [_result(value, arguments) for value in outputs]
+        return Capture(staged, transfer, graph, behind, list(own.items()), results)
+
+
+def _kind(program: Program, placeholder: str) -> _Kind:
+    if any(w.placeholder == placeholder for w in program.facts.weights):
+        return _Kind.WEIGHT
+    return _Kind.WRITTEN if placeholder in program.facts.written_inputs else _Kind.GIVEN
+
+
+def _capturer_of(engine: Engine) -> Capturer:
+    assert engine.capturer is not None
+    assert not isinstance(engine.capturer, str)
+    return engine.capturer
+
+
+def _twin(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same layout."""
+    with torch.inference_mode(False):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """One output of a capture. Where it is an input or a view of one: which, and how many elements behind its start."""
+
+    value: Any
+    source: int | None = None
+    shift: int = 0
+    itself: bool = False
+
+    def hand_out(self, inputs: Sequence[Any], copies: dict[int, torch.Tensor]) -> Any:
+        value = self.value
+        if self.source is not None:
+            given = inputs[self.source]
+            if self.itself:
+                return given
+            return given.as_strided(value.shape, value.stride(), given.storage_offset() + self.shift)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+        return copies[id(value)]
+
+
+def _result(value: Any, arguments: Sequence[Any]) -> _Result:
+    if not isinstance(value, torch.Tensor):
+        return _Result(value)
+    for i, argument in enumerate(arguments):
+        if not isinstance(argument, torch.Tensor) or argument.dtype != value.dtype:
+            continue
+        if storage_of(argument) == storage_of(value):
+            return _Result(value, i, int(value.storage_offset()) - int(argument.storage_offset()), value is argument)
+    return _Result(value)
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """One captured forward. `own`: its inputs that calls copy theirs into, by position."""
+
+    staged: Staged
+    transfer: CaptureTransfer
+    graph: Graph
+    behind: tuple[Call, ...]
+    own: list[tuple[int, torch.Tensor]]
+    results: list[_Result]
+    replays: int = 0
+
+    def replay(self, *inputs: Any) -> tuple[Any, ...]:
+        """A forward with these inputs. Its results are the caller's: later replays do not touch them."""
+        for i, mine in self.own:
+            _assign(mine, inputs[i])
+        self.transfer.launch(self.graph, self.behind)
+        self.replays += 1
+        counters, plan = self.transfer.counters, self.staged.plan
+        counters.prefetches += len(plan.loads)
+        counters.nbytes_copied += plan.streamed_nbytes
+        copies: dict[int, torch.Tensor] = {}
+        return tuple([result.hand_out(inputs, copies) for result in self.results])
+
+    def clear(self) -> Graph:
+        """Let go of all memory but the graph's."""
+        self.own, self.results, self.behind = [], [], ()
+        return self.graph
+
+
+def _assign(mine: torch.Tensor, given: torch.Tensor) -> None:
+    if mine.is_contiguous():
+        mine.copy_(given)
+    else:
+        # An expanded tensor has several elements in one place, which copy_ refuses to write.
+        elements(mine).copy_(elements(given))

@@ -1,0 +1,252 @@
+"""Units: the modules whose weights move together when a model runs without a compiler.
+
+A unit is a block, or a large module outside all blocks. Where the user chooses modules, these are the units. Otherwise blocks are
+
+    declared    by a class, as attributes that hold them (`_layerwise_offload_blocks_attrs`) or as class names of the blocks
+                themselves (`_repeated_blocks`): all below that class is taken as declared
+    discovered  elsewhere: members of a ModuleList, ModuleDict or Sequential that holds two or more of one class with weights
+
+The outermost wins, and a container without a forward stands for its members. What is left, small or called by nobody, stays
+resident. The compiled path finds its blocks in the graph, and takes from here what is declared (`declared_paths`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from fxoffload.config import OffloadConfig, nearest
+from fxoffload.select import chosen_modules, nbytes_below, own_tensors, tensors_below
+from fxoffload.sizes import MIB
+
+BLOCKS_ATTRS = "_layerwise_offload_blocks_attrs"
+REPEATED_BLOCKS = "_repeated_blocks"
+LARGE_NBYTES = MIB
+"""A module outside blocks with so many bytes of weights is a unit of its own."""
+_PARTS = 3
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+_READS_ITS_CHILDREN = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+"""They use the weights of modules below them without calling these, so they are not split."""
+
+Module = torch.nn.Module
+Named = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """A module, and every tensor below it with its qualified name. A tied weight belongs to each unit that has it."""
+
+    name: str
+    module: Module
+    tensors: tuple[Named, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """Units in the order of definition, none inside another. `rest` is what modules outside all units have: it stays resident.
+
+    A weight that is tied between a unit and a module outside stands in both.
+    """
+
+    units: tuple[Unit, ...]
+    rest: tuple[Named, ...]
+
+    def __str__(self) -> str:
+        from fxoffload.show import table
+
+        rows = [(unit.name or '""', _nbytes(unit.tensors), len(unit.tensors)) for unit in self.units]
+        head = f"units  {len(self.units)} units  {_nbytes(self.rest)} bytes in {len(self.rest)} tensors outside"
+        return f"{head}\n{table(('unit', 'bytes', 'tensors'), rows)}"
+
+
+def find_units(root: Module, config: OffloadConfig, *, limit_nbytes: int | None = None) -> Units:
+    """The units of a model. A block with more than `limit_nbytes` of weights is split into the modules that have them.
+
+    Raises AttributeError for a name or a declared attribute that is not there, TypeError for one that holds no modules,
+    ConfigError when nothing with weights is chosen.
+    """
+    chosen = chosen_modules(config, root)
+    heads = _by_id(block_modules(root) if chosen is None else _expand(chosen))
+    if limit_nbytes is not None:
+        heads = _by_id(part for module in heads.values() for part in _split(module, limit_nbytes))
+    if chosen is None:
+        within = _inside(heads.values())
+        leaves = (m for _, m in _outside(root, heads) if _is_leaf(m) and id(m) not in within)
+        heads = {**heads, **_by_id(leaf for leaf in leaves if nbytes_below(leaf) >= LARGE_NBYTES)}
+    within = _inside(heads.values())
+    heads = {key: module for key, module in heads.items() if key not in within and nbytes_below(module)}
+    units = [Unit(name, m, tuple(tensors_below(m, name))) for name, m in root.named_modules() if id(m) in heads]
+    return Units(tuple(units), tuple(_rest(root, heads)))
+
+
+def split_limit(root: Module, config: OffloadConfig, budget_nbytes: int) -> int:
+    """The most bytes of a block that is not split: one that runs and two on their way, or all, fit beside what stays resident."""
+    units = find_units(root, config)
+    spare = max(budget_nbytes - _nbytes(units.rest), 0)
+    return spare if sum(_nbytes(unit.tensors) for unit in units.units) <= spare else spare // _PARTS
+
+
+def block_modules(root: Module) -> list[Module]:
+    """Blocks of a model: declared ones, and discovered ones where nothing is declared. Some may lie inside others."""
+    declared = _declared(root)
+    inside = _inside(declared)
+    found: list[Module] = [module for modules in declared.values() for module in modules]
+    for module in root.modules():
+        if module not in declared and id(module) not in inside:
+            found += _repeated_members(module)
+    return list(_expand(found))
+
+
+def block_names(root: Module) -> tuple[str, ...]:
+    """Names of the blocks that have weights, the outermost of each, in the order of definition."""
+    blocks = _by_id(block for block in block_modules(root) if nbytes_below(block))
+    within = _inside(blocks.values())
+    return tuple(name for name, module in root.named_modules() if id(module) in blocks and id(module) not in within)
+
+
+def declared_paths(root: Module) -> frozenset[str]:
+    """Dotted paths of the blocks that classes declare, under all of their names; none where nothing is declared.
+
+    Raises AttributeError for a declared attribute that is not there, TypeError for one that holds no modules.
+    """
+    declared = _declared(root)
+    if not declared:
+        return frozenset()
+    blocks = _by_id(_expand(module for modules in declared.values() for module in modules))
+    return frozenset(path for path, module in root.named_modules(remove_duplicate=False) if id(module) in blocks)
+
+
+# -- declarations ------------------------------------------------------------------------------------------------------
+
+
+def _declared(root: Module) -> dict[Module, list[Module]]:
+    """For every module whose class declares blocks: these blocks."""
+    found: dict[Module, list[Module]] = {}
+    for module in root.modules():
+        attributes = getattr(type(module), BLOCKS_ATTRS, None)
+        names = getattr(type(module), REPEATED_BLOCKS, None)
+        if attributes:
+            paths = [attributes] if isinstance(attributes, str) else list(attributes)
+            found[module] = [block for path in paths for block in _members_at(module, path)]
+        elif names:
+            repeated = [child for child in module.modules() if type(child).__name__ in names and child is not module]
+            if repeated:
+                found[module] = repeated
+    return found
+
+
+def _members_at(owner: Module, path: str) -> list[Module]:
+    """The modules in the container at a dotted path of attributes."""
+    where, value = f"units: {BLOCKS_ATTRS}", cast("Any", owner)
+    for step in path.split("."):
+        parent = value
+        value = getattr(parent, step, None)
+        if value is None:
+            known = [name for name, _ in parent.named_children()] if isinstance(parent, Module) else []
+            hint = nearest(step, known) if known else f"it ends before {step!r}"
+            raise AttributeError(f"{where}: {type(owner).__name__} has no attribute {path!r}; {hint}")
+    members = _iterated(value)
+    if members is None:
+        raise TypeError(
+            f"{where}: {path!r} of {type(owner).__name__} is of type {type(value).__name__}; "
+            "name attributes that hold several modules, such as a ModuleList"
+        )
+    return members
+
+
+def _iterated(value: Any) -> list[Module] | None:
+    """The modules that a container holds, or None for what is none."""
+    if isinstance(value, (torch.nn.ModuleDict, Mapping)):
+        value = cast("Mapping[str, Any]", value).values()
+    try:
+        members = list(value)
+    except TypeError:
+        return None
+    return members if all(isinstance(member, Module) for member in members) else None
+
+
+# -- the tree ----------------------------------------------------------------------------------------------------------
+
+
+def _repeated_members(container: Module) -> list[Module]:
+    """Those members of a container that are two or more of one class and have weights."""
+    if not isinstance(container, _CONTAINERS):
+        return []
+    members = [member for member in container.children() if nbytes_below(member)]
+    counts = Counter(map(type, members))
+    return [member for member in members if counts[type(member)] > 1]
+
+
+def _expand(modules: Iterable[Module]) -> Iterator[Module]:
+    """The modules, with the members of those that are no more than containers in their place."""
+    for module in modules:
+        if _has_forward(module):
+            yield module
+        else:
+            yield from _expand(module.children())
+
+
+def _split(module: Module, limit_nbytes: int) -> Iterator[Module]:
+    """The module, or, if it has more weights than that, the modules below it that can stand alone."""
+    if nbytes_below(module) <= limit_nbytes or _is_leaf(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _leaves(child)
+
+
+def _leaves(module: Module) -> Iterator[Module]:
+    if _is_leaf(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _leaves(child)
+
+
+def _is_leaf(module: Module) -> bool:
+    return isinstance(module, _READS_ITS_CHILDREN) or next(module.children(), None) is None
+
+
+def _has_forward(module: Module) -> bool:
+    """Whether the module can be called: its class has a forward, or someone gave it one."""
+    return type(module).forward is not Module.forward or "forward" in vars(module)
+
+
+def _inside(modules: Iterable[Module]) -> set[int]:
+    """`id`s of all that lies below one of these modules."""
+    return {id(child) for module in modules for child in module.modules() if child is not module}
+
+
+def _outside(root: Module, heads: Collection[int]) -> Iterator[tuple[str, Module]]:
+    """Modules that can be reached from the root without passing through one of the heads, with their paths."""
+    stack, seen = [("", root)], {id(root)}
+    while stack:
+        path, module = stack.pop()
+        if id(module) in heads:
+            continue
+        yield path, module
+        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+        fresh = [(name, child) for name, child in children if id(child) not in seen]
+        seen.update(id(child) for _, child in fresh)
+        stack += reversed(fresh)
+
+
+def _rest(root: Module, heads: Collection[int]) -> Iterator[Named]:
+    seen: set[int] = set()
+    for path, module in _outside(root, heads):
+        for key, tensor in own_tensors(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{key}" if path else key, tensor
+
+
+def _by_id(modules: Iterable[Module]) -> dict[int, Module]:
+    return {id(module): module for module in modules}
+
+
+def _nbytes(tensors: Iterable[Named]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)

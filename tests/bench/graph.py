@@ -1,0 +1,267 @@
+"""Measure captured forwards (`cuda_graph`) against uncaptured ones: the same compiled program, plan and kernels, in one process.
+
+    python tests/bench/graph.py flux --out tests/bench/graph-flux.json
+
+For each budget a pair of rows. `host_ms` is the time that the host takes to issue one forward from an idle device, all that the
+caller waits for included: Dynamo's guards, the look at every weight, the launch. `bound_ms` is the windowed bound, from the
+segment times of a resident forward that is not captured. Both results are compared bit for bit with the resident, uncaptured one.
+`host_costs_us` says where the host's time goes in a forward: the median of each kind of call, and how many there are; `calls_us`
+what single calls of torch cost on idle streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from sweep import DEVICE, GIB, WORKLOADS, driver, randomise
+
+import fxoffload
+from fxoffload import api
+from fxoffload.binding import Binding
+from fxoffload.calibrate import machine_of
+from fxoffload.cost import Costs
+from fxoffload.dispatch import Dispatch
+from fxoffload.edits import EditWatch
+from fxoffload.timeline import windowed_bound
+
+WARM = 3
+HOST = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--budgets", default="all,smallest,4GiB,8GiB", help="the first must be `all`")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--ready", type=Path, help="wait until this file is there, once all is compiled")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.bfloat16)
+    model, kwargs, what = WORKLOADS[args.workload](1)
+    randomise(model)
+    report = {
+        "command": "python " + " ".join(sys.argv),
+        "machine": {
+            "device": torch.cuda.get_device_name(),
+            "driver": driver(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "model": f"{what}, batch 1, {sum(p.nbytes for p in model.parameters()) / GIB:.2f} GiB bf16",
+        "link_gb_s": machine_of(DEVICE).link_gb_s,
+        "calls_us": call_costs(),
+    }
+    model.cpu()
+    gc.collect()
+    torch.cuda.empty_cache()
+    bench = Bench(model, kwargs)
+    while args.ready is not None and not args.ready.exists():
+        time.sleep(0.2)
+    report |= bench.run(args.budgets.split(","), args.steps)
+    for row in report["rows"]:
+        print(json.dumps(row), flush=True)
+    print(json.dumps({k: v for k, v in report.items() if k != "rows"}), flush=True)
+    if args.out is not None:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+class Bench:
+    """A model, compiled once with captures; they are taken away for the rows without."""
+
+    def __init__(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+        self.model = model
+        options = {"memory_budget": "100GiB", "cuda_graph": True}
+        compiled = torch.compile(model, backend=fxoffload.layerwise, fullgraph=True, options=options)
+        self.call: Callable[[], torch.Tensor] = lambda: compiled(**kwargs)[0]
+        for _ in range(2 * WARM):
+            self.call()
+        torch.cuda.synchronize()
+        (self.binding,) = api.bindings_of(model)
+        self.graphs = self.binding._graphs
+        self.resident: torch.Tensor | None = None
+
+    def run(self, budgets: list[str], steps: int) -> dict[str, Any]:
+        self.capture(False)
+        costs = api.profile(self.model, self.call)
+        rows = [row for budget in budgets for row in self.pair(budget, steps, costs)]
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return {"segments": len(costs.segments), "weights": len(self.binding._checked), "graphs_compiled": compiled, "rows": rows}
+
+    def capture(self, on: bool) -> None:
+        """Captures or none, from the next call on."""
+        if self.binding._graphs is not None:
+            self.binding._graphs.release()
+        self.binding._graphs = self.graphs if on else None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def pair(self, budget: str, steps: int, costs: Costs) -> list[dict[str, Any]]:
+        named = {"all": "100GiB", "smallest": api.smallest_budget(self.model)}
+        fxoffload.set_memory_budget(self.model, named.get(budget, budget))
+        rows = [self.row(budget, steps, on) for on in (False, True)]
+        plan = fxoffload.get_plan(self.model)
+        bound_ms = windowed_bound(costs, plan.budget_nbytes - plan.activation_nbytes)
+        return [{**row, "bound_ms": bound_ms, "ratio": row["step_ms"] / bound_ms} for row in rows]
+
+    def row(self, budget: str, steps: int, on: bool) -> dict[str, Any]:
+        self.capture(on)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM):
+            self.call()
+        before = fxoffload.stats(self.model).replays
+        steps_ms = time_steps(self.call, steps)
+        out = self.call().cpu()
+        if self.resident is None:
+            self.resident = out
+        plan, stats = fxoffload.get_plan(self.model), fxoffload.stats(self.model)
+        peak = torch.cuda.max_memory_reserved()
+        host_ms = host_times(self.call)
+        return {
+            "budget": budget,
+            "cuda_graph": on,
+            "budget_gib": plan.budget_nbytes / GIB,
+            "step_ms": statistics.median(steps_ms),
+            "step_min_ms": min(steps_ms),
+            "step_max_ms": max(steps_ms),
+            "host_ms": statistics.median(host_ms),
+            "host_min_ms": min(host_ms),
+            "predicted_ms": plan.step_ms,
+            "reserved_gib": peak / GIB,
+            "captured_gib": api.engine_of(self.model).captured_nbytes / GIB,
+            "under_budget": peak <= plan.budget_nbytes,
+            "equal_to_resident": torch.equal(out, self.resident),
+            "streamed_gib": stats.nbytes_copied / GIB,
+            "loads": len(plan.loads),
+            "wraps": sum(load.wraps for load in plan.loads),
+            "replays": stats.replays - before,
+            "host_costs_us": host_costs(self.model, self.call),
+        }
+
+
+def time_steps(call: Callable[[], torch.Tensor], steps: int) -> list[float]:
+    """Device time (ms) between the ends of forwards in a row."""
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def host_times(call: Callable[[], torch.Tensor]) -> list[float]:
+    """Time (ms) to issue one forward, each from an idle device: when queues are full, the host waits."""
+    times: list[float] = []
+    for _ in range(HOST):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    torch.cuda.synchronize()
+    return times
+
+
+def host_costs(model: Any, call: Callable[[], torch.Tensor]) -> dict[str, tuple[float, int]]:
+    """By what the host does: median time (microseconds) of one, and how many in one forward. Nested times count twice."""
+    engine = api.engine_of(model)
+    binding = api.bindings_of(model)[-1]
+    spans: dict[str, list[float]] = {}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            spans.setdefault(name, []).append((time.perf_counter() - start) * 1e6)
+            return result
+
+        return run
+
+    places = [(Dispatch, "__call__"), (Binding, "run"), (Binding, "_see_edits"), (Binding, "_stage"), (EditWatch, "written")]
+    before = {(owner, name): getattr(owner, name) for owner, name in places}
+    for (owner, name), function in before.items():
+        setattr(owner, name, timed(f"{owner.__name__}.{name}", function))
+    transfer: Any = engine.transfer
+    names = ("prefetch", "wait", "evict", "copy") if binding.staged is not None else ()
+    if not binding.captured:
+        binding.release()
+        for name in names:
+            setattr(transfer, name, timed(f"transfer.{name}", getattr(transfer, name)))
+    try:
+        call()
+        torch.cuda.synchronize()
+        spans.clear()
+        call()
+        torch.cuda.synchronize()
+    finally:
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)
+        if not binding.captured:
+            for name in names:
+                if name != "copy":
+                    delattr(transfer, name)
+            from fxoffload.transfer import copy_without_blocking
+
+            transfer.copy = copy_without_blocking
+            binding.release()
+    return {name: (round(statistics.median(times), 2), len(times)) for name, times in spans.items()}
+
+
+def call_costs() -> dict[str, float]:
+    """Microseconds of single calls, behind nothing on their streams."""
+    stream, generic = torch.cuda.Stream(), torch.Stream(DEVICE)
+    cuda, event = torch.cuda.Event(), torch.Event(DEVICE)
+    host = torch.empty(1024, dtype=torch.uint8).pin_memory()
+    there = torch.empty(1024, dtype=torch.uint8, device=DEVICE)
+    side = torch.cuda.stream(stream)
+
+    def within_generic() -> None:
+        with generic:
+            pass
+
+    def within() -> None:
+        with side:
+            pass
+
+    calls: dict[str, Callable[[], object]] = {
+        "record": lambda: event.record(generic),
+        "wait_event": lambda: generic.wait_event(event),
+        "query": event.query,
+        "with stream": within_generic,
+        "copy": lambda: there.copy_(host, non_blocking=True),
+        "cuda record": lambda: cuda.record(stream),
+        "cuda wait": lambda: cuda.wait(stream),
+        "with cuda stream": within,
+        "kernel": there.zero_,
+        "current_stream": lambda: torch.accelerator.current_stream(DEVICE),
+    }
+    return {name: cost_us(call) for name, call in calls.items()}
+
+
+def cost_us(call: Callable[[], object], repeats: int = 100) -> float:
+    """Median time (microseconds) of a call of the host."""
+    times: list[float] = []
+    call()
+    torch.cuda.synchronize()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return round(statistics.median(times), 2)
+
+
+if __name__ == "__main__":
+    main()
