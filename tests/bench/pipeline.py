@@ -1,6 +1,6 @@
 """A whole pipeline of FLUX.1-dev's size (random weights, bf16) under one budget: prompt to image, text encoders and VAE included.
 
-    python tests/bench/pipeline.py --out tests/bench/results/pipeline-flux.json
+    python tests/bench/pipeline.py --out tests/bench/results/pipelines/flux.json
 
 Every row is one image at 1024x1024 after a first one that warms up. `peak_gib` is what the allocator reserved at most during
 that image, `first_peak_gib` during the one that warms up; both are to stay under the budget. Budget `none` is the plain pipeline
@@ -13,8 +13,10 @@ import argparse
 import gc
 import json
 import platform
+import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,28 +65,41 @@ def flux_pipeline() -> Any:
     return pipeline
 
 
-def image(pipeline: Any, steps: int) -> tuple[torch.Tensor, float, float]:
-    """One image, the seconds that it took, and the reserved peak in bytes."""
+def image(pipeline: Any, steps: int) -> tuple[torch.Tensor, dict[str, float], float]:
+    """One image, seconds by phase (`step_s`: the median after the first), and the reserved peak in bytes."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    generator = torch.Generator("cpu").manual_seed(1)
-    made = pipeline(PROMPT, height=1024, width=1024, num_inference_steps=steps, generator=generator, output_type="pt").images
-    made = made.cpu()
-    return made, time.perf_counter() - start, torch.cuda.max_memory_reserved()
+    marks: list[float] = [time.perf_counter()]
+
+    def mark(*_: Any) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        return {}
+
+    given = {"height": 1024, "width": 1024, "num_inference_steps": steps, "output_type": "pt", "callback_on_step_end": mark}
+    made = pipeline(PROMPT, generator=torch.Generator("cpu").manual_seed(1), **given).images.cpu()
+    mark()
+    times = [b - a for a, b in pairwise(marks)]
+    seconds = {
+        "seconds": marks[-1] - marks[0],
+        "prompt_and_first_step_s": times[0],
+        "step_s": statistics.median(times[1:-1]),
+        "decode_s": times[-1],
+    }
+    return made, seconds, torch.cuda.max_memory_reserved()
 
 
 def row(pipeline: Any, budget: str, how: str, steps: int, reference: dict[str, torch.Tensor]) -> dict[str, Any]:
-    _, first_s, first_peak = image(pipeline, WARM_STEPS)
+    _, first, first_peak = image(pipeline, WARM_STEPS)
     made, seconds, peak = image(pipeline, steps)
     wanted = reference.setdefault(how, made)
     nbytes = None if budget == "none" else parse_size(budget, what="--budgets")
     return {
         "budget": budget,
         "transformer": how,
-        "seconds": seconds,
-        "first_s": first_s,
+        **seconds,
+        "first_s": first["seconds"],
         "peak_gib": peak / GIB,
         "first_peak_gib": first_peak / GIB,
         "under_budget": None if nbytes is None else max(peak, first_peak) <= nbytes,

@@ -1,4 +1,4 @@
-"""Write the measured tables from the committed results, tests/bench/results/*.json, which sweep.py wrote.
+"""Write the measured tables from the committed results: tests/bench/results/*.json of sweep.py, pipelines/*.json of pipeline.py.
 
 The README has those of FLUX, tests/bench/results/README.md has all.
 
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from fxoffload.sizes import parse_size
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -34,9 +36,9 @@ SHOWN = "flux*.json"
 NONE_YET = "No results are committed yet."
 
 
-def read_reports(folder: Path = RESULTS, pattern: str = SHOWN) -> list[dict[str, Any]]:
-    """The reports in a folder, in the order of their file names."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+def read_reports(folder: Path = RESULTS, *patterns: str) -> list[dict[str, Any]]:
+    """The reports in a folder, in the order of their file names; those that the README shows, or that fit the patterns."""
+    return [json.loads(path.read_text()) for pattern in patterns or (SHOWN,) for path in sorted(folder.glob(pattern))]
 
 
 def render(reports: Sequence[dict[str, Any]]) -> str:
@@ -45,6 +47,31 @@ def render(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(report: dict[str, Any]) -> str:
+    return _sweep(report) if "link_gb_s" in report else _pipeline(report)
+
+
+def _pipeline(report: dict[str, Any]) -> str:
+    """Whole images: every row one image after one that warmed up."""
+    machine = report["machine"]
+    place = f"{machine['device']}, driver {machine['driver']}, torch {machine['torch']}"
+    headers = ("budget", "transformer", "seconds an image", "reserved peak GiB", "of the first image, GiB", "equal images")
+    lines = [
+        f"{report['model']}, {report['weights_gib']:.2f} GiB of weights. {place}. `{report['command']}`",
+        "",
+        _line(headers),
+        _line(["---", "---", "---:", "---:", "---:", "---"]),
+    ]
+    for row in report["rows"]:
+        peaks = [f"{row[key]:.2f}" + (" (over)" if _is_over(row, key) else "") for key in ("peak_gib", "first_peak_gib")]
+        lines.append(_line([row["budget"], row["transformer"], f"{row['seconds']:.1f}", *peaks, "yes" if row["equal"] else "NO"]))
+    return "\n".join(lines)
+
+
+def _is_over(row: dict[str, Any], key: str) -> bool:
+    return row["budget"] != "none" and row[key] * 2**30 > parse_size(row["budget"], what="budget")
+
+
+def _sweep(report: dict[str, Any]) -> str:
     machine = report["machine"]
     place = f"{machine['device']}, link {report['link_gb_s']:.1f} GB/s, driver {machine['driver']}, torch {machine['torch']}"
     lines = [
@@ -127,9 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(argv).check
     stale = False
-    for page, pattern in ((ROOT / "README.md", SHOWN), (RESULTS / "README.md", "*.json")):
+    for page, patterns in ((ROOT / "README.md", (SHOWN,)), (RESULTS / "README.md", ("*.json", "pipelines/*.json"))):
         before = page.read_text()
-        after = rewrite(before, render(read_reports(pattern=pattern)))
+        after = rewrite(before, render(read_reports(RESULTS, *patterns)))
         stale = stale or before != after
         if not check:
             page.write_text(after)
