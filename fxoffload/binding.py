@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from fxoffload.cost import BucketCost, Costs
 from fxoffload.edits import EditWatch, elements
@@ -25,11 +26,12 @@ from fxoffload.graph import Graphs, idle_elsewhere
 from fxoffload.lower import TopLevel
 from fxoffload.machine import Machine
 from fxoffload.pack import pack_program
+from fxoffload.plan import Plan
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program, picker
 from fxoffload.resize import WORTH, Sizes, estimate
-from fxoffload.staged import Staged, Watcher
+from fxoffload.staged import Staged, Watcher, write_plan
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
 from fxoffload.transfer import Transfer
@@ -66,6 +68,8 @@ class Binding(Planned):
         super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
+        self._written: tuple[Plan, fx.GraphModule] | None = None
+        """A plan, and the top level with it."""
         self._last: Staged | None = None
         """Whose slots the arena is in the end state of, while this is `engine.current`."""
         how = program.config.cuda_graph
@@ -221,8 +225,11 @@ class Binding(Planned):
         return self.staged, self.staged.top.forward
 
     def _make_staged(self, transfer: Transfer, watcher: Watcher | None) -> Staged:
-        assert self.plan is not None
-        return Staged(self.program, self.plan, self._weights, self.engine.arena, transfer, watcher)
+        plan = self.plan
+        assert plan is not None
+        if self._written is None or self._written[0] is not plan:
+            self._written = plan, write_plan(self.program, plan)
+        return Staged(self.program, plan, self._written[1], self._weights, self.engine.arena, transfer, watcher)
 
     def _ran(self, staged: Staged, graphs: Graphs) -> None:
         if staged is self.staged:

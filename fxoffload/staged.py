@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.fx as fx
 
 from fxoffload import ops, passes
 from fxoffload.arena import Arena
@@ -26,13 +27,26 @@ class Watcher(Protocol):
     def wrap(self, programs: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]: ...
 
 
+def write_plan(program: Program, plan: Plan) -> fx.GraphModule:
+    """The program's top level with the plan in it. Good for every `Staged` of that plan."""
+    dump = switches().dump
+    written = passes.run(program.top, plan, dump=dump, code=False)
+    if dump is not None:
+        plan.save(dump / "plan.json")
+    return written
+
+
 class Staged(Slots):
-    """Good for one plan and one allocation of the arena, of which it holds views. `weights` by placeholder."""
+    """Good for one plan and one allocation of the arena, of which it holds views.
+
+    `written`: the top level with the plan in it (`write_plan`). `weights` by placeholder.
+    """
 
     def __init__(
         self,
         program: Program,
         plan: Plan,
+        written: fx.GraphModule,
         weights: Mapping[str, HostWeight],
         arena: Arena,
         transfer: Transfer,
@@ -45,12 +59,11 @@ class Staged(Slots):
             for w in program.facts.weights
             if w.placeholder not in weights
         }
-        self.top = self._generate(program, watcher)
+        self.top = self._generate(program, written, watcher)
 
-    def _generate(self, program: Program, watcher: Watcher | None) -> TopLevel:
-        dump = switches().dump
+    def _generate(self, program: Program, written: fx.GraphModule, watcher: Watcher | None) -> TopLevel:
         top = generate(
-            passes.run(program.top, self.plan, dump=dump),
+            written,
             programs=watcher.wrap(program.programs) if watcher is not None else program.programs,
             weights=frozenset(w.placeholder for w in program.facts.weights),
             weight=self._viewer(),
@@ -59,9 +72,9 @@ class Staged(Slots):
             output_weights={i: placeholder if itself else None for i, placeholder, itself in program.facts.output_weights},
             device=program.onload,
         )
+        dump = switches().dump
         if dump is not None:
             (dump / "top_level.py").write_text(top.source)
-            self.plan.save(dump / "plan.json")
         return top
 
     def _viewer(self) -> Callable[[str, str], tuple[str, torch.Tensor]]:

@@ -20,22 +20,27 @@ __all__ = ["PIPELINE", "InsertEvictions", "InsertPrefetches", "InsertWaits", "Pa
 PIPELINE: tuple[Pass, ...] = (InsertPrefetches(), InsertWaits(), InsertEvictions())
 
 
-def run(top: fx.GraphModule, plan: Plan, *, pipeline: Sequence[Pass] = PIPELINE, dump: Path | None = None) -> fx.GraphModule:
+def run(
+    top: fx.GraphModule, plan: Plan, *, pipeline: Sequence[Pass] = PIPELINE, dump: Path | None = None, code: bool = True
+) -> fx.GraphModule:
     """Write the plan into a copy of the top level; the segments themselves are shared with `top`.
 
-    `dump`: a directory for the numbered graph after every pass. Raises PlanError when the plan is for another graph, or when
-    what the passes wrote is not what the plan says.
+    `dump`: a directory for the numbered graph after every pass. `code`: whether the result's `code` and `forward` are wanted;
+    its graph is right without. Raises PlanError when the plan is for another graph, or when what the passes wrote is not what the
+    plan says.
     """
     gm = fx.GraphModule(top, copy_graph(top.graph))
     for number, step in enumerate(pipeline, start=1):
         gm = step(gm, plan)
         gm.graph.lint()
-        gm.recompile()
         if dump is not None:
+            gm.recompile()
             dump.mkdir(parents=True, exist_ok=True)
             (dump / f"{number:02d}-{step.name}.txt").write_text(gm.code)
     if tuple(pipeline) == PIPELINE:
         _check(gm, plan)
+    if code and dump is None:
+        gm.recompile()
     return gm
 
 
