@@ -11,7 +11,7 @@ test: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 .venv/demo.stamp: .venv/torch.stamp pyproject.toml
 	$(INSTALL) --editable '.[demo]'
