@@ -346,7 +346,9 @@ class Follower(Planned):
         """Bring a tensor to the device in memory of its own for the rest of this forward; it is resident in the next ones."""
         if id(packed) in self._now.present:
             return
-        self._put_in([(packed, packed.view.to(self.engine.device))])
+        with packed.mode():
+            view = packed.view.to(self.engine.device)
+        self._put_in([(packed, view)])
         self._keep(packed)
 
     @property

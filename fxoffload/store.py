@@ -48,8 +48,9 @@ class HostWeight:
     def device_view(self, arena: torch.Tensor, bucket_offset: int) -> torch.Tensor:
         """This weight in the arena (uint8, one dimension), if its bucket lies at `bucket_offset` bytes."""
         start = bucket_offset + self.offset
-        elements = arena[start : start + self.nbytes].view(self.whole.view.dtype)
-        return elements.as_strided(self.shape, self.stride, elements.storage_offset())
+        with self.whole.mode():
+            elements = arena[start : start + self.nbytes].view(self.whole.view.dtype)
+            return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +66,10 @@ class HostTensor:
         """Whether `other` has the same dtype and layout, and lies on the host."""
         mine = self.view
         return (mine.device, mine.dtype, mine.shape, mine.stride()) == (other.device, other.dtype, other.shape, other.stride())
+
+    def mode(self) -> torch.inference_mode:
+        """In here memory is made that may stand behind the tensor. Made in the other mode, it would hide writes from its version."""
+        return torch.inference_mode(self.view.is_inference())
 
 
 @dataclass(slots=True, eq=False)
@@ -211,7 +216,8 @@ class HostStore:
         for place in packed:
             former = place.tensor()
             if former is not None and former.data_ptr() == place.view.data_ptr():
-                former.data = elements(place.view).clone().as_strided(place.view.shape, place.view.stride())
+                with place.mode():
+                    former.data = elements(place.view).clone().as_strided(place.view.shape, place.view.stride())
             if self._tensors.get(id(former)) is place:
                 del self._tensors[id(former)]
         for place, tensor, value in zip(packed, tensors, values, strict=True):
