@@ -1,8 +1,9 @@
 """The host store: every managed weight of one model, once, in flat memory that the device copies from.
 
 `pack` copies the weights of a bucket into one page-aligned piece of memory, makes every weight a view of it, and with that
-drops the memory it had before: the host never holds more than one copy of the model plus one bucket. Then the piece is
-registered with the driver (pinned). Registering costs a twelfth of a pinned allocation and rounds nothing up.
+drops the memory it had before: the host never holds more than one copy of the model plus one bucket. Weights that lie in such a
+piece already (`regions`) stay where they are. Then the piece is registered with the driver (pinned). Registering costs a twelfth
+of a pinned allocation and rounds nothing up.
 
 Each weight keeps a storage of its own, exactly as long as its bytes, that only *lies* in the bucket. So saving one tensor
 saves its bytes, and safetensors sees no shared memory. Weights that shared memory before (tied through views) still do.
@@ -13,7 +14,6 @@ saves its bytes, and safetensors sees no shared memory. Weights that shared memo
 
 from __future__ import annotations
 
-import mmap
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -26,6 +26,7 @@ from fxoffload.buckets import align
 from fxoffload.edits import elements
 from fxoffload.errors import OffloadWarning
 from fxoffload.read import span_nbytes
+from fxoffload.regions import Place, Region, find_places, new_region
 from fxoffload.sizes import show_size
 
 
@@ -68,7 +69,7 @@ class HostTensor:
         return (mine.device, mine.dtype, mine.shape, mine.stride()) == (other.device, other.dtype, other.shape, other.stride())
 
     def mode(self) -> torch.inference_mode:
-        """In here memory is made that may stand behind the tensor. Made in the other mode, it would hide writes from its version."""
+        """In here memory is made that is to stand behind the tensor: made in the other mode, it would hide writes."""
         return torch.inference_mode(self.view.is_inference())
 
 
@@ -83,18 +84,6 @@ class HostBucket:
     weights: list[HostWeight] = field(default_factory=list)
     coarse: bool = False
     """Packed by modules, not by the segments of a graph: a graph packs it anew."""
-
-
-@dataclass(slots=True, eq=False)
-class Region:
-    """One mapping of host memory, with one bucket in it, or several that hold the rows of one weight."""
-
-    memory: mmap.mmap
-    nbytes: int
-    pinned: bool = False
-
-    def flat(self, offset: int, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
 class HostStore:
@@ -133,7 +122,8 @@ class HostStore:
             found = self._tensors.get(id(tensor))
             if found is None or found.tensor() is not tensor:
                 continue
-            buckets = [part.bucket for part in found.parts]
+            regions = {id(part.bucket.region): part.bucket.region for part in found.parts}
+            buckets = [bucket for bucket in self.buckets.values() if id(bucket.region) in regions]
             wholes = {id(w.whole): w.whole for bucket in buckets for w in bucket.weights}
             intact = all((t := whole.tensor()) is not None and self.find(t) is whole for whole in wholes.values())
             if intact and not (coarse and any(bucket.coarse for bucket in buckets)):
@@ -142,7 +132,7 @@ class HostStore:
                 self._tensors = {key: value for key, value in self._tensors.items() if value is not whole}
             for bucket in buckets:
                 self.buckets.pop(bucket.name, None)
-            self._release([r for r in self._regions if any(b.region is r for b in buckets)])
+            self._release(list(regions.values()))
 
     def whole(self, packed: HostTensor) -> HostWeight:
         """A packed tensor in one piece. Where its rows lie in several buckets, these are one run of host memory, seen as one."""
@@ -150,7 +140,9 @@ class HostStore:
         if first.rows is None:
             return first
         nbytes = align(span_nbytes(packed.view))
-        bucket = HostBucket(f"{packed.name}[:]", nbytes, first.bucket.region, first.bucket.region.flat(0, nbytes))
+        region = first.bucket.region
+        flat = region.flat(first.bucket.flat.data_ptr() - region.address, nbytes)
+        bucket = HostBucket(f"{packed.name}[:]", nbytes, region, flat)
         shape, stride = tuple(packed.view.shape), tuple(packed.view.stride())
         bucket.weights.append(HostWeight(bucket, 0, span_nbytes(packed.view), shape, stride, packed))
         return bucket.weights[0]
@@ -159,20 +151,30 @@ class HostStore:
         """Every packed tensor by its qualified name."""
         return {packed.name: packed for packed in self._tensors.values()}
 
-    def pack(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], *, coarse: bool = False) -> HostBucket:
+    def find_places(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Place | None]:
+        """For groups of tensors that are to be packed next, places where they lie already, to give to `pack`; else None."""
+        places = find_places(groups)
+        for region in {id(p.region): p.region for p in places if p is not None}.values():
+            self._hold(region)
+        return places
+
+    def pack(
+        self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], *, coarse: bool = False, place: Place | None = None
+    ) -> HostBucket:
         """Move (name, tensor) pairs into one new bucket; together they must have bytes. Tensors on a device come to the host."""
-        placed: list[tuple[int, str, torch.Tensor]] = []
-        offset = 0
-        for group in overlapping(tensors):
-            base = min(t.data_ptr() for _, t in group)
-            placed.extend((offset + t.data_ptr() - base, tensor_name, t) for tensor_name, t in group)
-            end = max(t.data_ptr() + span_nbytes(t) for _, t in group)
-            offset += align(end - base)
-        region = self._allocate(offset)
-        bucket = HostBucket(self._unused(name), offset, region, region.flat(0, offset), coarse=coarse)
+        if place is None:
+            offsets, nbytes = lay_out([t for _, t in tensors])
+            place = Place(self._allocate(nbytes), 0, nbytes)
+        else:
+            base = place.region.address + place.offset
+            offsets = [t.data_ptr() - base if t.numel() else 0 for _, t in tensors]
+        region = place.region
+        flat = region.flat(place.offset, place.nbytes)
+        bucket = HostBucket(self._unused(name), place.nbytes, region, flat, coarse=coarse)
         self.buckets[bucket.name] = bucket
-        packed = [self._copy(region, start, tensor_name, tensor) for start, tensor_name, tensor in placed]
-        for (start, _, tensor), whole in zip(placed, packed, strict=True):
+        pairs = list(zip(offsets, tensors, strict=True))
+        packed = [self._copy(region, place.offset + start, tensor_name, tensor) for start, (tensor_name, tensor) in pairs]
+        for (start, (_, tensor)), whole in zip(pairs, packed, strict=True):
             weight = HostWeight(bucket, start, span_nbytes(tensor), tuple(tensor.shape), tuple(tensor.stride()), whole)
             whole.parts.append(weight)
             bucket.weights.append(weight)
@@ -180,22 +182,24 @@ class HostStore:
         self._register(region, bucket.name)
         return bucket
 
-    def pack_rows(self, tensors: Sequence[tuple[str, torch.Tensor]], rows: Sequence[tuple[int, int]]) -> list[HostBucket]:
+    def pack_rows(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], rows: Sequence[tuple[int, int]], *, place: Place | None = None
+    ) -> list[HostBucket]:
         """Move one contiguous matrix into the host memory of several new buckets, one for each run of rows (first, end).
 
         `tensors` are (name, tensor) pairs of the same bytes: several where two parameters share one memory.
         """
         name, like = tensors[0]
         row_nbytes = like.stride(0) * like.element_size()
-        region = self._allocate(align(span_nbytes(like)))
+        nbytes = align(span_nbytes(like))
+        region, base = (place.region, place.offset) if place is not None else (self._allocate(nbytes), 0)
         buckets: list[HostBucket] = []
         for first, end in rows:
-            nbytes = align((end - first) * row_nbytes)
-            flat = region.flat(first * row_nbytes, nbytes)
-            buckets.append(HostBucket(self._unused(f"{name}[{first}:{end}]"), nbytes, region, flat))
+            flat = region.flat(base + first * row_nbytes, align((end - first) * row_nbytes))
+            buckets.append(HostBucket(self._unused(f"{name}[{first}:{end}]"), flat.numel(), region, flat))
             self.buckets[buckets[-1].name] = buckets[-1]
         for tensor_name, tensor in tensors:
-            whole = self._copy(region, 0, tensor_name, tensor)
+            whole = self._copy(region, base, tensor_name, tensor)
             for bucket, (first, end) in zip(buckets, rows, strict=True):
                 shape = (end - first, tensor.shape[1])
                 whole.parts.append(
@@ -245,8 +249,9 @@ class HostStore:
         for region in regions:
             if region.pinned:
                 cudart: Any = torch.cuda.cudart()
-                cudart.cudaHostUnregister(region.flat(0, 1).data_ptr())
+                cudart.cudaHostUnregister(region.address)
                 region.pinned = False
+            region.let_go()
             self._regions.remove(region)
 
     def _adopt(self, whole: HostTensor, tensor: torch.Tensor) -> None:
@@ -254,10 +259,10 @@ class HostStore:
         self._tensors[id(tensor)] = whole
 
     def _allocate(self, nbytes: int) -> Region:
-        memory = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        region = Region(memory, nbytes)
+        return self._hold(new_region(nbytes))
+
+    def _hold(self, region: Region) -> Region:
+        region.hold()
         self._regions.append(region)
         return region
 
@@ -275,8 +280,9 @@ class HostStore:
                 view = flat.as_strided(tensor.shape, tensor.stride())
             else:
                 view = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        with torch.inference_mode():
-            elements(view).copy_(elements(tensor.detach()))
+        if view.data_ptr() != tensor.data_ptr():
+            with torch.inference_mode():
+                elements(view).copy_(elements(tensor.detach()))
         return HostTensor(name, weakref.ref(tensor), view)
 
     def _unused(self, name: str) -> str:
@@ -286,10 +292,10 @@ class HostStore:
         return candidate
 
     def _register(self, region: Region, name: str) -> None:
-        if not self._pin or self._warned:
+        if not self._pin or self._warned or region.pinned:
             return
         runtime: Any = torch.cuda.cudart()
-        status = int(runtime.cudaHostRegister(region.flat(0, 1).data_ptr(), len(region.memory), 0))
+        status = int(runtime.cudaHostRegister(region.address, len(region.memory), 0))
         region.pinned = status == 0
         if status:
             self._warned = True
@@ -300,6 +306,17 @@ class HostStore:
                 OffloadWarning,
                 stacklevel=2,
             )
+
+
+def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Offsets of tensors in a bucket, and its length, in bytes. Each group that shares bytes begins at an aligned offset."""
+    offsets: dict[int, int] = {}
+    nbytes = 0
+    for group in overlapping([("", t) for t in tensors]):
+        base = min(t.data_ptr() for _, t in group)
+        offsets.update((id(t), nbytes + t.data_ptr() - base) for _, t in group)
+        nbytes += align(max(t.data_ptr() + span_nbytes(t) for _, t in group) - base)
+    return [offsets[id(t)] for t in tensors], nbytes
 
 
 def overlapping(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
