@@ -11,6 +11,7 @@ import torch
 from fxoffload.binding import Binding
 from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.owner import owner_of, tensor_names
+from fxoffload.planned import Retied
 from fxoffload.program import Program
 
 
@@ -28,7 +29,10 @@ class Dispatch:
         binding = self._bindings.get(tuple([id(args[i]) for i in self._positions]))
         if binding is None:
             binding = self.bind(args)
-        return binding.run(args)
+        try:
+            return binding.run(args)
+        except Retied:
+            return self.bind(args).run(args)
 
     def bind(self, args: Any) -> Binding:
         """Bind the program to the weights among these arguments, in the engine of the model that they belong to."""
@@ -62,7 +66,7 @@ def _take_places(engine: Engine, tensors: Mapping[int, torch.Tensor], names: Map
     by_name = engine.store.by_name()
     pairs = [(by_name.get(names[i]), tensor) for i, tensor in tensors.items()]
     moved = [(packed, t) for packed, t in pairs if packed is not None and packed.tensor() is not t and packed.is_like(t)]
-    if moved:
+    if moved and not engine.store.sharing([tensor for _, tensor in moved]):
         engine.store.rebind([packed for packed, _ in moved], [tensor for _, tensor in moved])
         engine.adopt([tensor for _, tensor in moved])
         for packed, _ in moved:

@@ -8,10 +8,12 @@ from collections.abc import Collection, Mapping
 import torch
 
 from fxoffload.engine import Engine
+from fxoffload.owner import named_tensors
 from fxoffload.program import Program
 from fxoffload.store import HostWeight, overlapping
 from fxoffload.units import Named, Units
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SMALL_NBYTES = 1 << 20
 """Buffers below are resident: models write to them, and read them anywhere."""
 
@@ -25,9 +27,12 @@ def pack_program(
     read them: a write to one must reach the other.
     """
     source_of = {w.placeholder: source for w, source in zip(program.facts.weights, program.sources, strict=True)}
-    engine.store.unpack(tensors.values(), coarse=True)
+    engine.store.unpack(list(tensors.values()), coarse=True)
     fresh = {i: t for i, t in tensors.items() if engine.store.find(t) is None}
-    distinct = {id(t): (names[i], t) for i, t in fresh.items()}
+    root = engine.root() if engine.root is not None else None
+    # What other graphs of the model read may share bytes with what this one reads.
+    elsewhere = [pair for pair in named_tensors(root) if type(pair[1]) in _PLAIN and engine.store.find(pair[1]) is None]
+    distinct = {id(t): (name, t) for name, t in (*elsewhere, *((names[i], t) for i, t in fresh.items()))}
     sharing = {id(t): group for group in overlapping(list(distinct.values())) for _, t in group}
     start = time.perf_counter()
     moved = {t.device for t in fresh.values() if t.device.type != "cpu"}

@@ -37,11 +37,8 @@ class Region:
 
     memory: _Memory
     nbytes: int
+    address: int
     pinned: bool = False
-
-    @property
-    def address(self) -> int:
-        return self.flat(0, 1).data_ptr()
 
     def flat(self, offset: int, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset)
@@ -70,9 +67,9 @@ def new_region(nbytes: int) -> Region:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory.used_nbytes = nbytes
-    region = Region(memory, nbytes)
-    _memories[region.address] = memory
-    return region
+    address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    _memories[address] = memory
+    return Region(memory, nbytes, address)
 
 
 def find_places(groups: Sequence[Sequence[torch.Tensor]]) -> list[Place | None]:
@@ -93,7 +90,7 @@ def find_places(groups: Sequence[Sequence[torch.Tensor]]) -> list[Place | None]:
     for address, runs in found.items():
         memory = _memories.get(address)
         if memory is not None and not memory.held and _tile(sorted(runs), memory.used_nbytes):
-            region = Region(memory, memory.used_nbytes)
+            region = Region(memory, memory.used_nbytes, address)
             for start, end, index in runs:
                 places[index] = Place(region, start, end - start)
     return places

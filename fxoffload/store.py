@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,27 +112,34 @@ class HostStore:
         found = self._tensors.get(id(tensor))
         return found if found is not None and found.tensor() is tensor and found.is_like(tensor) else None
 
-    def unpack(self, tensors: Iterable[torch.Tensor], *, coarse: bool) -> None:
-        """Forget every bucket of these tensors that is to be packed anew: one in which some weight is gone for good.
+    def sharing(self, tensors: Sequence[torch.Tensor]) -> list[HostTensor]:
+        """Ties that were made since packing: what is packed of tensors whose bytes others of these lie in now, and of these."""
+        strays = [t for t in tensors if t.numel() and not self._is_at_home(t)]
+        inside = [t for t in strays if any(0 <= t.data_ptr() - r.address < r.nbytes for r in self._regions)]
+        pairs = [(p, t) for p in self._tensors.values() for t in inside if _shares(p, t)] if inside else []
+        lodgers = {id(t) for _, t in pairs}
+        return [*(p for p, _ in pairs), *(p for key, p in self._tensors.items() if key in lodgers)]
+
+    def unpack(self, tensors: Sequence[torch.Tensor], *, coarse: bool) -> None:
+        """Forget every bucket of these tensors that is to be packed anew: one in which some weight is gone for good, or is tied.
 
         A weight is gone when its tensor is, or when the tensor has become another (`model.to(dtype)`). With `coarse`, buckets
         that were packed by modules are forgotten too.
         """
-        for tensor in tensors:
-            found = self._tensors.get(id(tensor))
-            if found is None or found.tensor() is not tensor:
-                continue
+        tied = self.sharing(tensors)
+        mine = [found for t in tensors if (found := self._tensors.get(id(t))) is not None and found.tensor() is t]
+        for found in (*tied, *mine):
             regions = {id(part.bucket.region): part.bucket.region for part in found.parts}
             buckets = [bucket for bucket in self.buckets.values() if id(bucket.region) in regions]
             wholes = {id(w.whole): w.whole for bucket in buckets for w in bucket.weights}
             intact = all((t := whole.tensor()) is not None and self.find(t) is whole for whole in wholes.values())
-            if intact and not (coarse and any(bucket.coarse for bucket in buckets)):
+            if intact and not (coarse and any(bucket.coarse for bucket in buckets)) and found not in tied:
                 continue
             for whole in wholes.values():
                 self._tensors = {key: value for key, value in self._tensors.items() if value is not whole}
             for bucket in buckets:
                 self.buckets.pop(bucket.name, None)
-            self._release(list(regions.values()))
+            self._release([r for r in self._regions if id(r) in regions])
 
     def whole(self, packed: HostTensor) -> HostWeight:
         """A packed tensor in one piece. Where its rows lie in several buckets, these are one run of host memory, seen as one."""
@@ -238,6 +245,10 @@ class HostStore:
         self.buckets.clear()
         self._tensors.clear()
 
+    def _is_at_home(self, tensor: torch.Tensor) -> bool:
+        place = self._tensors.get(id(tensor))
+        return place is not None and place.tensor() is tensor and tensor.data_ptr() == place.view.data_ptr()
+
     def _finish_copies(self) -> None:
         """Copies that are queued on the device still read host memory; wait for them before it changes or goes."""
         if self._device.type != "cpu":
@@ -306,6 +317,14 @@ class HostStore:
                 OffloadWarning,
                 stacklevel=2,
             )
+
+
+def _shares(packed: HostTensor, tensor: torch.Tensor) -> bool:
+    """Whether `tensor` lies in bytes of a packed weight that is another tensor, and lies there still."""
+    owner, start, other = packed.tensor(), packed.view.data_ptr(), tensor.data_ptr()
+    if owner is None or owner is tensor or owner.data_ptr() != start:
+        return False
+    return start < other + span_nbytes(tensor) and other < start + span_nbytes(packed.view)
 
 
 def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -106,6 +107,17 @@ def _tie(model: Any, i: int) -> None:
     linear(model, i, "up").weight = linear(model, i + 1, "up").weight
 
 
+def _share(model: Any, i: int) -> None:
+    """Two parameters over one memory, as `p.data = other.data` makes them."""
+    linear(model, i, "down").weight.data = linear(model, i + 1, "down").weight.data
+
+
+def _share_part(model: Any, i: int) -> None:
+    """A parameter that is a view of rows of another one."""
+    layer = linear(model, i, "up")
+    linear(model, i, "down").bias = nn.Parameter(layer.weight.data[1], requires_grad=False)
+
+
 def _untie(model: Any, i: int) -> None:
     del i
     model.out.weight = nn.Parameter(model.out.weight.clone() * 1.1, requires_grad=False)
@@ -183,6 +195,8 @@ CHANGES: dict[str, Callable[[Any, int], object]] = {
     "swap data": _swap_data,
     "swap blocks": _swap_blocks,
     "tie": _tie,
+    "share": _share,
+    "share part": _share_part,
     "untie": _untie,
     "adapt": _adapt,
     "swap adapters": _swap_adapters,
@@ -230,6 +244,20 @@ class Life:
                 fxoffload.set_memory_budget(self.model, error.smallest_nbytes)
                 got = run(x)
             assert torch.equal(got, self.plain(x))
+
+    def refuse(self, how: str) -> None:
+        """An input of a wrong shape, which some layer refuses."""
+        x = torch.randn(2, D + 1, dtype=self.plain.inp.weight.dtype)
+        run = self.compiled if how == "compiled" else self.model
+        with torch.no_grad(), pytest.raises(RuntimeError):
+            run(x)
+
+    def refresh(self, i: int) -> None:
+        """An edit of one element that leaves no trace, and is told of."""
+        for model in (self.model, self.plain):
+            linear(model, i, "up").weight.data[1, i] += 0.5
+        with contextlib.suppress(fxoffload.OffloadError):
+            fxoffload.refresh(self.model)
 
     def budget(self, part: float) -> None:
         nbytes = sum(p.nbytes for p in self.plain.parameters())

@@ -21,6 +21,8 @@ step = st.one_of(
     st.tuples(st.just("attach"), part),
     st.tuples(st.just("remove")),
     st.tuples(st.just("copies")),
+    st.tuples(st.just("refuse"), st.sampled_from(["compiled", "module"])),
+    st.tuples(st.just("refresh"), small),
 )
 
 
