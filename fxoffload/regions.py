@@ -72,6 +72,16 @@ def new_region(nbytes: int) -> Region:
     return Region(memory, nbytes, address)
 
 
+def lie_in(regions: Sequence[Region], tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in one of these regions."""
+    return any(0 <= tensor.data_ptr() - region.address < region.nbytes for region in regions)
+
+
+def share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether some byte of host memory belongs to both tensors."""
+    return a.data_ptr() < b.data_ptr() + span_nbytes(b) and b.data_ptr() < a.data_ptr() + span_nbytes(a)
+
+
 def find_places(groups: Sequence[Sequence[torch.Tensor]]) -> list[Place | None]:
     """For each group, the bytes that it fills in a mapping that no store has; None where it must be copied.
 

@@ -26,7 +26,7 @@ from fxoffload.buckets import align
 from fxoffload.edits import elements
 from fxoffload.errors import OffloadWarning
 from fxoffload.read import span_nbytes
-from fxoffload.regions import Place, Region, find_places, new_region
+from fxoffload.regions import Place, Region, find_places, lie_in, new_region, share_bytes
 from fxoffload.sizes import show_size
 
 
@@ -113,12 +113,21 @@ class HostStore:
         return found if found is not None and found.tensor() is tensor and found.is_like(tensor) else None
 
     def sharing(self, tensors: Sequence[torch.Tensor]) -> list[HostTensor]:
-        """Ties that were made since packing: what is packed of tensors whose bytes others of these lie in now, and of these."""
+        """Ties that came or went since packing, as what is packed of all that have to do with them.
+
+        One of these tensors lies in bytes of another weight now, or has left bytes that another weight has, too.
+        """
         strays = [t for t in tensors if t.numel() and not self._is_at_home(t)]
-        inside = [t for t in strays if any(0 <= t.data_ptr() - r.address < r.nbytes for r in self._regions)]
-        pairs = [(p, t) for p in self._tensors.values() for t in inside if _shares(p, t)] if inside else []
+        inside = [t for t in strays if lie_in(self._regions, t)]
+        pairs = [(p, t) for p in self._tensors.values() for t in inside if _is_lodger(t, p)]
         lodgers = {id(t) for _, t in pairs}
-        return [*(p for p, _ in pairs), *(p for key, p in self._tensors.items() if key in lodgers)]
+        left = [p for t in strays if (p := self._tensors.get(id(t))) is not None and self.is_tied(p)]
+        return [*left, *(p for p, _ in pairs), *(p for key, p in self._tensors.items() if key in lodgers)]
+
+    def is_tied(self, packed: HostTensor) -> bool:
+        """Whether other packed weights have bytes of this one."""
+        others = (w.whole for part in packed.parts for w in part.bucket.weights if w.whole is not packed)
+        return any(share_bytes(packed.view, other.view) for other in others)
 
     def unpack(self, tensors: Sequence[torch.Tensor], *, coarse: bool) -> None:
         """Forget every bucket of these tensors that is to be packed anew: one in which some weight is gone for good, or is tied.
@@ -223,17 +232,19 @@ class HostStore:
         Serves a replaced parameter, a swap of two, and `param.data = other`. All values are read before any is written.
         """
         self._finish_copies()
-        values = [elements(t.detach()).clone() for t in tensors]
-        for place in packed:
-            former = place.tensor()
-            if former is not None and former.data_ptr() == place.view.data_ptr():
-                with place.mode():
-                    former.data = elements(place.view).clone().as_strided(place.view.shape, place.view.stride())
-            if self._tensors.get(id(former)) is place:
-                del self._tensors[id(former)]
+        # Those that come from outside let go of their memory one by one.
+        values = [elements(t.detach()).clone() if lie_in(self._regions, t) else None for t in tensors]
+        coming = {id(t) for t in tensors}
+        strays = [t for p in self._tensors.values() if (t := p.tensor()) is not None and t.data_ptr() != p.view.data_ptr()]
+        formers = [t for p in packed if (t := p.tensor()) is not None and t.data_ptr() == p.view.data_ptr()]
+        for owner in (*formers, *(t for t in strays if id(t) not in coming and any(share_bytes(t, p.view) for p in packed))):
+            with torch.inference_mode(owner.is_inference()):
+                owner.data = elements(owner.detach()).clone().as_strided(owner.shape, owner.stride())
+        places = {id(p) for p in packed}
+        self._tensors = {key: p for key, p in self._tensors.items() if id(p) not in places}
         for place, tensor, value in zip(packed, tensors, values, strict=True):
             with torch.inference_mode():
-                elements(place.view).copy_(value)
+                elements(place.view).copy_(elements(tensor.detach()) if value is None else value)
             place.tensor = weakref.ref(tensor)
             self._adopt(place, tensor)
 
@@ -319,12 +330,11 @@ class HostStore:
             )
 
 
-def _shares(packed: HostTensor, tensor: torch.Tensor) -> bool:
-    """Whether `tensor` lies in bytes of a packed weight that is another tensor, and lies there still."""
-    owner, start, other = packed.tensor(), packed.view.data_ptr(), tensor.data_ptr()
-    if owner is None or owner is tensor or owner.data_ptr() != start:
-        return False
-    return start < other + span_nbytes(tensor) and other < start + span_nbytes(packed.view)
+def _is_lodger(tensor: torch.Tensor, packed: HostTensor) -> bool:
+    """Whether a tensor lies in bytes of a packed weight that is another one, and lies there still."""
+    owner = packed.tensor()
+    at_home = owner is not None and owner is not tensor and owner.data_ptr() == packed.view.data_ptr()
+    return at_home and share_bytes(tensor, packed.view)
 
 
 def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
