@@ -81,14 +81,17 @@ class Attachment:
         self._running: Follower | None = None
         self._alone: torch.nn.Module | None = None
         """The unit that was called outside all entries."""
-        self.units = self._find()
-        self._structure = _structure(root)
         try:
+            self.units = self._find()
+            self._structure = _structure(root)
             if config.eager_offload:
                 self._follower("forward")
             self._stand_in(root)
         except BaseException:
             self.detach()
+            if not self.engine.planned:
+                # What was packed before it went wrong.
+                self.engine.dissolve()
             raise
 
     @property

@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping
 import torch
 
 from fxoffload.engine import Engine
+from fxoffload.layout import overlapping
 from fxoffload.owner import named_tensors
 from fxoffload.program import Program
-from fxoffload.store import HostWeight, overlapping
+from fxoffload.store import HostWeight
 from fxoffload.units import Named, Units
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -49,6 +50,7 @@ def pack_program(
             position = source_of[bucket.weights[0]].position
             rows = [s.rows for s in program.sources if s.position == position and s.rows is not None]
             wanted.append((bucket.name, list(members.values()), rows))
+    engine.store.check_room(list(fresh.values()), "the model")
     places = engine.store.find_places([[t for _, t in pairs] for _, pairs, _ in wanted])
     for (name, pairs, rows), place in zip(wanted, places, strict=True):
         if rows:
@@ -78,6 +80,7 @@ def pack_units(engine: Engine, units: Units) -> None:
     buckets = [
         (name, members) for name, members in unit_buckets(units, {id(t) for t in fresh}) if any(t.numel() for _, t in members)
     ]
+    engine.store.check_room(fresh, "the model")
     places = engine.store.find_places([[t for _, t in members] for _, members in buckets])
     for (name, members), place in zip(buckets, places, strict=True):
         engine.store.pack(name, members, coarse=True, place=place)

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from fxoffload.buckets import align
+from fxoffload.errors import OffloadError
 from fxoffload.read import span_nbytes
+from fxoffload.sizes import show_size
 
 
 class _Memory(mmap.mmap):
@@ -61,9 +63,15 @@ class Place:
 
 
 def new_region(nbytes: int) -> Region:
-    """Memory for `nbytes` bytes, page-aligned, none of it touched yet."""
+    """Memory for `nbytes` bytes, page-aligned, none of it touched yet. Raises OffloadError where the system has none."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = _Memory(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
+    try:
+        memory = _Memory(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
+    except OSError as error:
+        raise OffloadError(
+            f"regions: {show_size(nbytes)} of host memory: the system refuses it ({error.strerror}); free host memory, or raise "
+            "the limit on the process's address space (ulimit -v)"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory.used_nbytes = nbytes
@@ -75,11 +83,6 @@ def new_region(nbytes: int) -> Region:
 def lie_in(regions: Sequence[Region], tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in one of these regions."""
     return any(0 <= tensor.data_ptr() - region.address < region.nbytes for region in regions)
-
-
-def share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether some byte of host memory belongs to both tensors."""
-    return a.data_ptr() < b.data_ptr() + span_nbytes(b) and b.data_ptr() < a.data_ptr() + span_nbytes(a)
 
 
 def find_places(groups: Sequence[Sequence[torch.Tensor]]) -> list[Place | None]:

@@ -9,24 +9,22 @@ Each weight keeps a storage of its own, exactly as long as its bytes, that only 
 saves its bytes, and safetensors sees no shared memory. Weights that shared memory before (tied through views) still do.
 """
 
-# Private names of torch: version counters, storage identity. Checked on torch 2.11 and 2.13.
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fxoffload.buckets import align
 from fxoffload.edits import elements
-from fxoffload.errors import OffloadWarning
+from fxoffload.errors import OffloadError
+from fxoffload.hostmemory import host_memory
+from fxoffload.layout import lay_out, share_bytes
+from fxoffload.pins import Pins
 from fxoffload.read import span_nbytes
-from fxoffload.regions import Place, Region, find_places, lie_in, new_region, share_bytes
+from fxoffload.regions import Place, Region, find_places, lie_in, new_region
 from fxoffload.sizes import show_size
 
 
@@ -87,12 +85,11 @@ class HostBucket:
 
 
 class HostStore:
-    """Buckets of one model. `device`: the accelerator that copies from here; memory is pinned for CUDA only."""
+    """Buckets of one model. `device`: the accelerator that copies from here; memory is pinned for CUDA only, where it helps."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self._device = device
-        self._pin = device.type == "cuda"
-        self._warned = False
+        self._pins = Pins(enabled=pin and device.type == "cuda")
         self._regions: list[Region] = []
         self.buckets: dict[str, HostBucket] = {}
         self._tensors: dict[int, HostTensor] = {}
@@ -105,7 +102,7 @@ class HostStore:
 
     @property
     def pinned_nbytes(self) -> int:
-        return sum(r.nbytes for r in self._regions if r.pinned)
+        return self._pins.nbytes
 
     def find(self, tensor: torch.Tensor) -> HostTensor | None:
         """What was packed of this very tensor object, if it still has the dtype and layout of then, or None."""
@@ -180,7 +177,7 @@ class HostStore:
         """Move (name, tensor) pairs into one new bucket; together they must have bytes. Tensors on a device come to the host."""
         if place is None:
             offsets, nbytes = lay_out([t for _, t in tensors])
-            place = Place(self._allocate(nbytes), 0, nbytes)
+            place = Place(self._allocate(nbytes, name), 0, nbytes)
         else:
             base = place.region.address + place.offset
             offsets = [t.data_ptr() - base if t.numel() else 0 for _, t in tensors]
@@ -195,7 +192,7 @@ class HostStore:
             whole.parts.append(weight)
             bucket.weights.append(weight)
             self._adopt(whole, tensor)
-        self._register(region, bucket.name)
+        self._pins.add(region, bucket.name)
         return bucket
 
     def pack_rows(
@@ -208,7 +205,7 @@ class HostStore:
         name, like = tensors[0]
         row_nbytes = like.stride(0) * like.element_size()
         nbytes = align(span_nbytes(like))
-        region, base = (place.region, place.offset) if place is not None else (self._allocate(nbytes), 0)
+        region, base = (place.region, place.offset) if place is not None else (self._allocate(nbytes, name), 0)
         buckets: list[HostBucket] = []
         for first, end in rows:
             flat = region.flat(base + first * row_nbytes, align((end - first) * row_nbytes))
@@ -223,7 +220,7 @@ class HostStore:
                 )
                 bucket.weights.append(whole.parts[-1])
             self._adopt(whole, tensor)
-        self._register(region, name)
+        self._pins.add(region, name)
         return buckets
 
     def rebind(self, packed: Sequence[HostTensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -248,6 +245,13 @@ class HostStore:
             place.tensor = weakref.ref(tensor)
             self._adopt(place, tensor)
 
+    def after_fork(self) -> None:
+        """A child process reads and edits its weights like any memory, but what is pinned is so for its parent."""
+        self._pins.after_fork()
+        for region in self._regions:
+            region.pinned = False
+        self._device = torch.device("cpu")
+
     def close(self) -> None:
         """Unpin everything. The weights keep their memory."""
         self._release(list(self._regions))
@@ -269,10 +273,7 @@ class HostStore:
         if regions:
             self._finish_copies()
         for region in regions:
-            if region.pinned:
-                cudart: Any = torch.cuda.cudart()
-                cudart.cudaHostUnregister(region.address)
-                region.pinned = False
+            self._pins.remove(region)
             region.let_go()
             self._regions.remove(region)
 
@@ -280,7 +281,20 @@ class HostStore:
         tensor.data = whole.view
         self._tensors[id(tensor)] = whole
 
-    def _allocate(self, nbytes: int) -> Region:
+    def check_room(self, tensors: Sequence[torch.Tensor], name: str) -> None:
+        """Raises OffloadError where a container's limit leaves no room for those of these tensors that are on a device."""
+        self._check_room(sum(span_nbytes(t) for t in tensors if t.device.type != "cpu"), name)
+
+    def _check_room(self, nbytes: int, name: str) -> None:
+        memory = host_memory()
+        if memory.limited_by and nbytes > memory.free_nbytes:
+            raise OffloadError(
+                f"store: {name}: packing it takes {show_size(nbytes)} more of host memory, and of {memory.name}, "
+                f"{show_size(memory.total_nbytes)}, {show_size(memory.free_nbytes)} are free; raise it, or free host memory"
+            )
+
+    def _allocate(self, nbytes: int, name: str) -> Region:
+        self._check_room(nbytes, name)
         return self._hold(new_region(nbytes))
 
     def _hold(self, region: Region) -> Region:
@@ -313,60 +327,9 @@ class HostStore:
             candidate, k = f"{name}~{k}", k + 1
         return candidate
 
-    def _register(self, region: Region, name: str) -> None:
-        if not self._pin or self._warned or region.pinned:
-            return
-        runtime: Any = torch.cuda.cudart()
-        status = int(runtime.cudaHostRegister(region.address, len(region.memory), 0))
-        region.pinned = status == 0
-        if status:
-            self._warned = True
-            warnings.warn(
-                f"store: {name}: the driver refused to pin {show_size(region.nbytes)} of host memory (error {status}) after "
-                f"{show_size(self.pinned_nbytes)}; the rest stays pageable host memory, whose copies are slower and block the "
-                "host; raise the limit on locked memory (ulimit -l) or free host memory",
-                OffloadWarning,
-                stacklevel=2,
-            )
-
 
 def _is_lodger(tensor: torch.Tensor, packed: HostTensor) -> bool:
     """Whether a tensor lies in bytes of a packed weight that is another one, and lies there still."""
     owner = packed.tensor()
     at_home = owner is not None and owner is not tensor and owner.data_ptr() == packed.view.data_ptr()
     return at_home and share_bytes(tensor, packed.view)
-
-
-def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Offsets of tensors in a bucket, and its length, in bytes. Each group that shares bytes begins at an aligned offset."""
-    offsets: dict[int, int] = {}
-    nbytes = 0
-    for group in overlapping([("", t) for t in tensors]):
-        base = min(t.data_ptr() for _, t in group)
-        offsets.update((id(t), nbytes + t.data_ptr() - base) for _, t in group)
-        nbytes += align(max(t.data_ptr() + span_nbytes(t) for _, t in group) - base)
-    return [offsets[id(t)] for t in tensors], nbytes
-
-
-def overlapping(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Groups of tensors that share bytes; most are alone. Order of the first member is kept."""
-    order = {id(t): i for i, (_, t) in enumerate(tensors)}
-    groups: list[list[tuple[str, torch.Tensor]]] = []
-    end, device = -1, None
-    for name, tensor in sorted(tensors, key=lambda pair: (str(pair[1].device), _address(pair[1]), order[id(pair[1])])):
-        start = _address(tensor)
-        if groups and start < end and tensor.device == device:
-            groups[-1].append((name, tensor))
-        else:
-            groups.append([(name, tensor)])
-            end = start
-        device = tensor.device
-        end = max(end, start + span_nbytes(tensor))
-    return sorted(groups, key=lambda group: min(order[id(t)] for _, t in group))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where the bytes of a tensor begin. On the meta device nothing has an address: there storages get one each, far apart."""
-    if tensor.device.type != "meta":
-        return tensor.data_ptr()
-    return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()

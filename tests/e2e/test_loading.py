@@ -160,7 +160,7 @@ def test_weights_that_host_memory_has_no_room_for(tmp_path: Path, monkeypatch: p
     with pytest.raises(OffloadError) as caught:
         fxoffload.load_safetensors(model, tmp_path)
     assert str(caught.value) == (
-        "loading: Toy: its weights have 19.12 KiB, and of the container's limit (/sys/fs/cgroup/memory.max), 9.77 KiB, 4.00 KiB "
+        "loading: Toy: its weights have 19.38 KiB, and of the container's limit (/sys/fs/cgroup/memory.max), 9.77 KiB, 4.00 KiB "
         "are free; free or add host memory, or load a smaller dtype"
     )
     assert hostmemory.host_memory().free_nbytes > 10_000
@@ -172,8 +172,8 @@ from tests.checks import offload
 from tests.models import Toy, rows
 torch.set_num_threads(1)
 
-def high() -> int:
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+def status(what: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))
 
 how, path = sys.argv[1:]
 small = Toy(2, d=8).eval().requires_grad_(False)
@@ -182,7 +182,7 @@ with torch.no_grad():
     with torch.device("meta"):
         model = Toy(24, d=800).eval().requires_grad_(False)
     weights = sum(p.nbytes for p in model.parameters())
-    before = high()
+    before = status("VmRSS")
     fxoffload.load_safetensors(model, path)
     budget = weights // 8
     if how == "compiled":
@@ -193,7 +193,7 @@ with torch.no_grad():
     for _ in range(2):
         run(torch.ones(1, 800))
 assert fxoffload.stats(model).nbytes_copied > 0
-print((high() - before - fxoffload.stats(model).nbytes_arena) / weights)
+print((status("VmHWM") - before - fxoffload.stats(model).nbytes_arena) / weights)
 """
 
 
@@ -207,7 +207,7 @@ def test_the_host_holds_the_weights_once(how: str, tmp_path: Path) -> None:
     del plain
     done = subprocess.run([sys.executable, "-c", MEASURE, how, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert 0.99 < float(done.stdout) <= 1.1
+    assert 0.9 < float(done.stdout) <= 1.1
 
 
 def test_snapshot_of_a_loaded_model_saves_again(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["errors", "sizes", "debug", "names", "ops", "sequence"],
+    ["errors", "sizes", "debug", "names", "forks", "ops", "sequence"],
     ["config", "budget"],
     ["facts", "machine"],
     [
@@ -41,7 +41,8 @@ LAYERS = [
     ["stream", "offsets", "residency", "planner"],
     ["curve", "words"],
     ["passes"],
-    ["regions", "store", "arena", "transfer", "profile", "warmup"],
+    ["layout", "regions"],
+    ["pins", "store", "arena", "transfer", "profile", "warmup"],
     ["rows", "program", "resize", "lower"],
     ["slots", "staged", "pack", "engine", "planned", "binding", "dispatch", "follow", "eager"],
     ["backend"],
