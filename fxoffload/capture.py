@@ -201,6 +201,9 @@ class CaptureTransfer:
         launched.record(self._capturer.caller())
         launched.wait(self._capturer.outside())
 
+    def after_fork(self) -> None:
+        """Nothing: in a child the engine's own transfer refuses the forward first."""
+
     def close(self) -> None:
         pass
 

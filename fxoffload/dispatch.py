@@ -11,6 +11,7 @@ import torch
 from fxoffload.binding import Binding
 from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.owner import owner_of, tensor_names
+from fxoffload.planned import Retied
 from fxoffload.program import Program, picker
 
 
@@ -28,7 +29,10 @@ class Dispatch:
         binding = self._bindings.get(tuple(map(id, self._pick(args))))
         if binding is None:
             binding = self.bind(args)
-        return binding.run(args)
+        try:
+            return binding.run(args)
+        except Retied:
+            return self.bind(args).run(args)
 
     def bind(self, args: Any) -> Binding:
         """Bind the program to the weights among these arguments, in the engine of the model that they belong to."""
@@ -58,12 +62,19 @@ def place(program: Program, args: Any) -> tuple[Engine, dict[int, torch.Tensor],
 
 
 def _take_places(engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
-    """A parameter that was replaced by another, or swapped with one, moves into the bytes of its name: plans stay as they are."""
-    by_name = engine.store.by_name()
+    """A parameter that was replaced by another, or swapped with one, moves into the bytes of its name: plans stay as they are.
+
+    Not where weights share bytes: those stay together.
+    """
+    store = engine.store
+    by_name = store.by_name()
     pairs = [(by_name.get(names[i]), tensor) for i, tensor in tensors.items()]
     moved = [(packed, t) for packed, t in pairs if packed is not None and packed.tensor() is not t and packed.is_like(t)]
-    if moved:
-        engine.store.rebind([packed for packed, _ in moved], [tensor for _, tensor in moved])
-        engine.adopt([tensor for _, tensor in moved])
-        for packed, _ in moved:
-            engine.forget(packed)
+    places, coming = [packed for packed, _ in moved], [tensor for _, tensor in moved]
+    homes = [home for tensor in coming if (home := store.find(tensor)) is not None]
+    if not moved or any(map(store.is_tied, (*places, *homes))) or store.sharing(coming):
+        return
+    store.rebind(places, coming)
+    engine.adopt(coming)
+    for packed in places:
+        engine.forget(packed)

@@ -33,6 +33,7 @@ from fxoffload.errors import GradientError, OffloadError, OffloadWarning
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
 from fxoffload.hostalias import is_tracing
+from fxoffload.planned import Retied
 from fxoffload.units import Units, find_units, split_limit
 
 ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
@@ -80,14 +81,17 @@ class Attachment:
         self._running: Follower | None = None
         self._alone: torch.nn.Module | None = None
         """The unit that was called outside all entries."""
-        self.units = self._find()
-        self._structure = _structure(root)
         try:
+            self.units = self._find()
+            self._structure = _structure(root)
             if config.eager_offload:
                 self._follower("forward")
             self._stand_in(root)
         except BaseException:
             self.detach()
+            if not self.engine.planned:
+                # What was packed before it went wrong.
+                self.engine.dissolve()
             raise
 
     @property
@@ -121,11 +125,11 @@ class Attachment:
         limit_nbytes = split_limit(self.root, self.config, self.engine.budget_nbytes(self.config))
         return find_units(self.root, self.config, limit_nbytes=limit_nbytes)
 
-    def _follower(self, entry: str) -> Follower:
+    def _follower(self, entry: str, *, anew: bool = False) -> Follower:
         """The follower for one way through the model, made at its first use; `""` for units on their own."""
         self._see_structure()
         found = self._followers.get(entry)
-        if found is not None and not found.is_stale():
+        if found is not None and not found.is_stale() and not anew:
             return found
         engine = self.engine
         if found in engine.planned:
@@ -190,8 +194,9 @@ class Attachment:
 
     def _begin_entry(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         self._end_alone(completed=False)
-        follower = self._follower(entry)
-        return *self._begin(follower, args, kwargs, ordered=True), follower.looking()
+        moved = self._begin(entry, args, kwargs, ordered=True)
+        assert self._running is not None
+        return *moved, self._running.looking()
 
     def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A unit is called. Returns its arguments, where they had to come to the device first."""
@@ -202,8 +207,9 @@ class Attachment:
             if self._running is not None:
                 self._running.enter(unit)
                 return None
-            follower = self._follower("")
-            moved = self._begin(follower, args, kwargs, ordered=False)
+            moved = self._begin("", args, kwargs, ordered=False)
+            follower = self._running
+            assert follower is not None
             self._alone = self._module(unit)
             self.engine.lock.acquire()
             try:
@@ -225,8 +231,9 @@ class Attachment:
         return self.units.units[unit].module
 
     def _begin(
-        self, follower: Follower, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool
+        self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        follower = self._follower(entry)
         self._refuse_gradients(follower)
         device = self.engine.device
         args, kwargs = to_device(args, device), to_device(kwargs, device)
@@ -234,7 +241,12 @@ class Attachment:
         if shared is not None:
             shared.lock.acquire()
         try:
-            follower.begin([*tensors_in((args, kwargs))], ordered=ordered)
+            inputs = [*tensors_in((args, kwargs))]
+            try:
+                follower.begin(inputs, ordered=ordered)
+            except Retied:
+                follower = self._follower(entry, anew=True)
+                follower.begin(inputs, ordered=ordered)
         except BaseException:
             if shared is not None:
                 shared.lock.release()

@@ -6,8 +6,8 @@ engine lives as long as the model, or one of the weights that it packed.
 
 from __future__ import annotations
 
-import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxoffload import forks
 from fxoffload.arena import Arena
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.debug import logger, switches
-from fxoffload.errors import ConfigError
+from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
+from fxoffload.hostmemory import host_memory
+from fxoffload.sizes import show_size
 from fxoffload.store import HostStore, HostTensor
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
@@ -64,7 +67,8 @@ class Engine:
         self.root = weakref.ref(root) if root is not None else None
         self.device = device
         self.lock = threading.RLock()
-        self.store = HostStore(device)
+        unified = shares_host_memory(device)
+        self.store = HostStore(device, pin=not unified)
         self.arena = Arena(device)
         self.transfer: Transfer = (
             ThreadTransfer(overlap=overlap)
@@ -86,6 +90,9 @@ class Engine:
         self.restores = 0
         self.replays = 0
         self._auto_budget: int | None = None
+        forks.tell(self)
+        if unified:
+            _warn_of_unified_memory(device)
         self._finalizer = weakref.finalize(self, _close, self.store, self.transfer)
         self._finalizer.atexit = False
 
@@ -132,6 +139,13 @@ class Engine:
         self.present.clear()
         self.current = None
 
+    def after_fork(self) -> None:
+        """In a child process: what was on its way into the arena never came."""
+        self.lock = threading.RLock()
+        self.transfer.after_fork()
+        self.store.after_fork()
+        self.refresh()
+
     @property
     def captured_nbytes(self) -> int:
         """What captured forwards hold."""
@@ -176,8 +190,15 @@ class Engine:
         for binding in self.planned:
             binding.release()
         self.transfer.drain()
-        self.arena.allocate(nbytes)
         self.refresh()
+        try:
+            self.arena.allocate(nbytes)
+        except RuntimeError as error:
+            total, free = device_memory(self.device)
+            raise OffloadError(
+                f"engine: arena: {self.device} refuses {show_size(nbytes)} for weights, of its {show_size(total)} "
+                f"{show_size(free)} are free; free device memory, or give the model less with fxoffload.set_memory_budget"
+            ) from error
 
     def dissolve(self) -> None:
         """Leave the model as it was: no arena, nothing pinned, weights in host memory of their own kind."""
@@ -254,11 +275,25 @@ def available_device(device: torch.device) -> torch.device:
 def device_memory(device: torch.device) -> tuple[int, int]:
     """(total, free now) bytes of a device; free includes what this process's allocator has cached.
 
-    For the CPU, the host's memory.
+    For the CPU, the host's memory, or what a container leaves of it.
     """
     if device.type == "cpu":
-        page = os.sysconf("SC_PAGE_SIZE")
-        return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+        memory = host_memory()
+        return memory.total_nbytes, memory.free_nbytes
     free, total = torch.accelerator.get_memory_info(device)
     cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return total, free + cached
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether a device is part of the host's chip and computes in its memory."""
+    return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
+def _warn_of_unified_memory(device: torch.device) -> None:
+    warnings.warn(
+        f"engine: {device}: it computes in the host's own memory, so streaming saves none of it, and every copy is one too many; "
+        "weights are not pinned; run the model there without offloading",
+        OffloadWarning,
+        stacklevel=2,
+    )

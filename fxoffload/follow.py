@@ -34,18 +34,17 @@ from fxoffload.edits import EditWatch, elements, version_of
 from fxoffload.engine import Engine
 from fxoffload.errors import BudgetError
 from fxoffload.machine import Machine
+from fxoffload.pack import is_small_buffer, pack_units
 from fxoffload.plan import Load
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.sequence import find_next, merge
 from fxoffload.slots import Slots
-from fxoffload.store import HostTensor, HostWeight, overlapping
+from fxoffload.store import HostTensor, HostWeight
 from fxoffload.transfer import Slot
 from fxoffload.units import Named, Units
 from fxoffload.warmup import Warmup
 
-_SMALL_NBYTES = 1 << 20
-"""Buffers below are resident: models write to them, and read them anywhere."""
 _METADATA = frozenset(
     {
         torch.Tensor.data.__set__,  # type: ignore[attr-defined]
@@ -348,7 +347,9 @@ class Follower(Planned):
         """Bring a tensor to the device in memory of its own for the rest of this forward; it is resident in the next ones."""
         if id(packed) in self._now.present:
             return
-        self._put_in([(packed, packed.view.to(self.engine.device))])
+        with packed.mode():
+            view = packed.view.to(self.engine.device)
+        self._put_in([(packed, view)])
         self._keep(packed)
 
     @property
@@ -474,33 +475,6 @@ class _Look(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def pack_units(engine: Engine, units: Units) -> None:
-    """Move all tensors that are not in the store yet there, those that the same units use into one bucket.
-
-    Tensors that share bytes go to the same bucket, whichever units use them: a write to one must reach the other.
-    """
-    users: dict[int, set[int]] = {}
-    named: dict[int, Named] = {}
-    for index, tensors in (*enumerate(u.tensors for u in units.units), (-1, units.rest)):
-        for name, tensor in tensors:
-            users.setdefault(id(tensor), set()).add(-1 if index == -1 or _is_small_buffer_tensor(tensor) else index)
-            named.setdefault(id(tensor), (name, tensor))
-    engine.store.unpack([tensor for _, tensor in named.values()], coarse=False)
-    fresh = [pair for pair in named.values() if engine.store.find(pair[1]) is None]
-    buckets: dict[tuple[int, ...], list[Named]] = {}
-    for group in overlapping(fresh):
-        together = set[int]().union(*(users[id(t)] for _, t in group))
-        buckets.setdefault((-1,) if -1 in together else tuple(sorted(together)), []).extend(group)
-    moved = sorted({str(t.device) for _, t in fresh if t.device.type != "cpu"})
-    for key, members in sorted(buckets.items()):
-        if any(t.numel() for _, t in members):
-            name = "rest" if key == (-1,) else units.units[key[0]].name + (".shared" if len(key) > 1 else "")
-            engine.store.pack(name, members, coarse=True)
-    engine.adopt(tensor for _, tensor in named.values())
-    if moved:
-        engine.log_takeover(moved, [t for _, t in fresh])
-
-
 def _found(engine: Engine, tensors: Sequence[Named], empty: dict[int, HostTensor]) -> list[HostTensor]:
     """What the store has of these tensors; those without bytes, which it may not have, are kept in `empty`, by `id`."""
     found: list[HostTensor] = []
@@ -521,11 +495,7 @@ def _tensor(packed: HostTensor) -> torch.Tensor:
 
 
 def _is_small_buffer(packed: HostTensor) -> bool:
-    return _is_small_buffer_tensor(_tensor(packed))
-
-
-def _is_small_buffer_tensor(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, torch.nn.Parameter) and tensor.numel() * tensor.element_size() < _SMALL_NBYTES
+    return is_small_buffer(_tensor(packed))
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

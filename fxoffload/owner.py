@@ -50,10 +50,14 @@ def calling_line(root: torch.nn.Module) -> str:
 def tensor_names(root: torch.nn.Module | None) -> dict[int, str]:
     """Qualified names of a module's parameters and buffers by `id`; of a tied tensor, the first of its names."""
     names: dict[int, str] = {}
-    if root is not None:
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            names.setdefault(id(tensor), name)
+    for name, tensor in named_tensors(root):
+        names.setdefault(id(tensor), name)
     return names
+
+
+def named_tensors(root: torch.nn.Module | None) -> list[tuple[str, torch.Tensor]]:
+    """A module's parameters and buffers with their qualified names."""
+    return [*root.named_parameters(), *root.named_buffers()] if root is not None else []
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

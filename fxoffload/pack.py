@@ -1,15 +1,22 @@
-"""From a program's buckets, which know placeholders, to a model's store, which knows tensors."""
+"""Into a model's store, which knows tensors: a program's buckets, which know placeholders, and units, which know modules."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
 from fxoffload.engine import Engine
+from fxoffload.layout import overlapping
+from fxoffload.owner import named_tensors
 from fxoffload.program import Program
-from fxoffload.store import HostWeight, overlapping
+from fxoffload.store import HostWeight
+from fxoffload.units import Named, Units
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SMALL_NBYTES = 1 << 20
+"""Buffers below are resident: models write to them, and read them anywhere."""
 
 
 def pack_program(
@@ -21,22 +28,36 @@ def pack_program(
     read them: a write to one must reach the other.
     """
     source_of = {w.placeholder: source for w, source in zip(program.facts.weights, program.sources, strict=True)}
-    engine.store.unpack(tensors.values(), coarse=True)
+    engine.store.unpack(list(tensors.values()), coarse=True)
     fresh = {i: t for i, t in tensors.items() if engine.store.find(t) is None}
-    distinct = {id(t): (names[i], t) for i, t in fresh.items()}
+    root = engine.root() if engine.root is not None else None
+    # What other graphs of the model read may share bytes with what this one reads.
+    elsewhere = [pair for pair in named_tensors(root) if type(pair[1]) in _PLAIN and engine.store.find(pair[1]) is None]
+    distinct = {id(t): (name, t) for name, t in (*elsewhere, *((names[i], t) for i, t in fresh.items()))}
     sharing = {id(t): group for group in overlapping(list(distinct.values())) for _, t in group}
     start = time.perf_counter()
     moved = {t.device for t in fresh.values() if t.device.type != "cpu"}
+    wanted: list[tuple[str, list[Named], list[tuple[int, int]]]] = []
+    taken: set[int] = set()
     for bucket in program.buckets.buckets:
-        wanted: dict[int, tuple[str, torch.Tensor]] = {}
+        members: dict[int, Named] = {}
         for placeholder in bucket.weights:
             tensor = tensors[source_of[placeholder].position]
-            if engine.store.find(tensor) is None:
-                wanted.update((id(t), (name, t)) for name, t in sharing[id(tensor)])
-        if any(t.numel() for _, t in wanted.values()):
+            if id(tensor) in sharing and id(tensor) not in taken:
+                members.update((id(t), (name, t)) for name, t in sharing[id(tensor)])
+        taken.update(members)
+        if any(t.numel() for _, t in members.values()):
             position = source_of[bucket.weights[0]].position
             rows = [s.rows for s in program.sources if s.position == position and s.rows is not None]
-            _pack_bucket(engine, bucket.name, list(wanted.values()), rows)
+            wanted.append((bucket.name, list(members.values()), rows))
+    engine.store.check_room(list(fresh.values()), "the model")
+    places = engine.store.find_places([[t for _, t in pairs] for _, pairs, _ in wanted])
+    for (name, pairs, rows), place in zip(wanted, places, strict=True):
+        if rows:
+            engine.store.pack_rows(pairs, rows, place=place)
+        else:
+            engine.store.pack(name, pairs, place=place)
+        engine.adopt([tensor for _, tensor in pairs])
     engine.store.seconds += time.perf_counter() - start
     if moved:
         engine.log_takeover(sorted(map(str, moved)), fresh.values())
@@ -49,10 +70,53 @@ def pack_program(
     return found
 
 
-def _pack_bucket(engine: Engine, name: str, tensors: list[tuple[str, torch.Tensor]], rows: list[tuple[int, int]]) -> None:
-    """Pack into one bucket, or, for a weight that was cut, into one for each of its `rows`."""
-    if rows:
-        engine.store.pack_rows(tensors, rows)
-    else:
-        engine.store.pack(name, tensors)
-    engine.adopt([tensor for _, tensor in tensors])
+def pack_units(engine: Engine, units: Units) -> None:
+    """Pack all tensors of a model that are not in the store yet."""
+    tensors = [tensor for _, tensor in all_tensors(units)]
+    engine.store.unpack(tensors, coarse=False)
+    fresh = [t for t in tensors if engine.store.find(t) is None]
+    moved = sorted({str(t.device) for t in fresh if t.device.type != "cpu"})
+    start = time.perf_counter()
+    buckets = [
+        (name, members) for name, members in unit_buckets(units, {id(t) for t in fresh}) if any(t.numel() for _, t in members)
+    ]
+    engine.store.check_room(fresh, "the model")
+    places = engine.store.find_places([[t for _, t in members] for _, members in buckets])
+    for (name, members), place in zip(buckets, places, strict=True):
+        engine.store.pack(name, members, coarse=True, place=place)
+    engine.store.seconds += time.perf_counter() - start
+    engine.adopt(tensors)
+    if moved:
+        engine.log_takeover(moved, fresh)
+
+
+def unit_buckets(units: Units, chosen: Collection[int]) -> list[tuple[str, list[Named]]]:
+    """Names and contents of buckets for the tensors that are chosen, by `id`: those that the same units use lie in one.
+
+    Tensors that share bytes go to the same bucket, whichever units use them: a write to one must reach the other.
+    """
+    users: dict[int, set[int]] = {}
+    for index, tensors in (*enumerate(u.tensors for u in units.units), (-1, units.rest)):
+        for _, tensor in tensors:
+            users.setdefault(id(tensor), set()).add(-1 if index == -1 or is_small_buffer(tensor) else index)
+    buckets: dict[tuple[int, ...], list[Named]] = {}
+    for group in overlapping([pair for pair in all_tensors(units) if id(pair[1]) in chosen]):
+        together = set[int]().union(*(users[id(t)] for _, t in group))
+        buckets.setdefault((-1,) if -1 in together else tuple(sorted(together)), []).extend(group)
+    return [
+        ("rest" if key == (-1,) else units.units[key[0]].name + (".shared" if len(key) > 1 else ""), members)
+        for key, members in sorted(buckets.items())
+    ]
+
+
+def all_tensors(units: Units) -> list[Named]:
+    """Every tensor of a model once, by the first of its names."""
+    named: dict[int, Named] = {}
+    for tensors in (*(u.tensors for u in units.units), units.rest):
+        for name, tensor in tensors:
+            named.setdefault(id(tensor), (name, tensor))
+    return list(named.values())
+
+
+def is_small_buffer(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, torch.nn.Parameter) and tensor.numel() * tensor.element_size() < _SMALL_NBYTES

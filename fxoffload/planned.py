@@ -26,6 +26,10 @@ from fxoffload.verify import check_plan
 from fxoffload.warmup import AMPLE_NBYTES, Warmup
 
 
+class Retied(Exception):
+    """Weights came to share bytes since they were packed. Not for users: they are bound anew, and the call goes on."""
+
+
 class Planned:
     """Held by the engine, which it finds weakly."""
 
@@ -122,9 +126,14 @@ class Planned:
         return self._estimates and weights + 2 * self.activation_nbytes + AMPLE_NBYTES <= budget_nbytes
 
     def _see_edits(self, watch: EditWatch, packed: Sequence[HostTensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Weights that lie elsewhere now are taken over; weights that were written to are copied again."""
+        """Weights that lie elsewhere now are taken over; weights that were written to are copied again.
+
+        Raises Retied, with nothing changed, where one lies in the bytes of another weight now: both must be packed anew.
+        """
         moved = watch.moved(tensors)
         if moved:
+            if self.engine.store.sharing([tensors[k] for k in moved]):
+                raise Retied
             self.engine.store.rebind([packed[k] for k in moved], [tensors[k] for k in moved])
         for k in {*moved, *watch.written(tensors)}:
             self.engine.forget(packed[k])

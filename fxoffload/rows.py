@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.buckets import ALIGNMENT
-from fxoffload.store import overlapping
+from fxoffload.layout import overlapping
 
 
 @dataclass(frozen=True, slots=True)

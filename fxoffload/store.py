@@ -1,31 +1,30 @@
 """The host store: every managed weight of one model, once, in flat memory that the device copies from.
 
 `pack` copies the weights of a bucket into one page-aligned piece of memory, makes every weight a view of it, and with that
-drops the memory it had before: the host never holds more than one copy of the model plus one bucket. Then the piece is
-registered with the driver (pinned). Registering costs a twelfth of a pinned allocation and rounds nothing up.
+drops the memory it had before: the host never holds more than one copy of the model plus one bucket. Weights that lie in such a
+piece already (`regions`) stay where they are. Then the piece is registered with the driver (pinned). Registering costs a twelfth
+of a pinned allocation and rounds nothing up.
 
 Each weight keeps a storage of its own, exactly as long as its bytes, that only *lies* in the bucket. So saving one tensor
 saves its bytes, and safetensors sees no shared memory. Weights that shared memory before (tied through views) still do.
 """
 
-# Private names of torch: version counters, storage identity. Checked on torch 2.11 and 2.13.
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-import mmap
-import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fxoffload.buckets import align
 from fxoffload.edits import elements
-from fxoffload.errors import OffloadWarning
+from fxoffload.errors import OffloadError
+from fxoffload.hostmemory import host_memory
+from fxoffload.layout import lay_out, share_bytes
+from fxoffload.pins import Pins
 from fxoffload.read import span_nbytes
+from fxoffload.regions import Place, Region, find_places, lie_in, new_region
 from fxoffload.sizes import show_size
 
 
@@ -48,8 +47,9 @@ class HostWeight:
     def device_view(self, arena: torch.Tensor, bucket_offset: int) -> torch.Tensor:
         """This weight in the arena (uint8, one dimension), if its bucket lies at `bucket_offset` bytes."""
         start = bucket_offset + self.offset
-        elements = arena[start : start + self.nbytes].view(self.whole.view.dtype)
-        return elements.as_strided(self.shape, self.stride, elements.storage_offset())
+        with self.whole.mode():
+            elements = arena[start : start + self.nbytes].view(self.whole.view.dtype)
+            return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +66,10 @@ class HostTensor:
         mine = self.view
         return (mine.device, mine.dtype, mine.shape, mine.stride()) == (other.device, other.dtype, other.shape, other.stride())
 
+    def mode(self) -> torch.inference_mode:
+        """In here memory is made that is to stand behind the tensor: made in the other mode, it would hide writes."""
+        return torch.inference_mode(self.view.is_inference())
+
 
 @dataclass(slots=True, eq=False)
 class HostBucket:
@@ -80,25 +84,12 @@ class HostBucket:
     """Packed by modules, not by the segments of a graph: a graph packs it anew."""
 
 
-@dataclass(slots=True, eq=False)
-class Region:
-    """One mapping of host memory, with one bucket in it, or several that hold the rows of one weight."""
-
-    memory: mmap.mmap
-    nbytes: int
-    pinned: bool = False
-
-    def flat(self, offset: int, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset)
-
-
 class HostStore:
-    """Buckets of one model. `device`: the accelerator that copies from here; memory is pinned for CUDA only."""
+    """Buckets of one model. `device`: the accelerator that copies from here; memory is pinned for CUDA only, where it helps."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self._device = device
-        self._pin = device.type == "cuda"
-        self._warned = False
+        self._pins = Pins(enabled=pin and device.type == "cuda")
         self._regions: list[Region] = []
         self.buckets: dict[str, HostBucket] = {}
         self._tensors: dict[int, HostTensor] = {}
@@ -111,33 +102,50 @@ class HostStore:
 
     @property
     def pinned_nbytes(self) -> int:
-        return sum(r.nbytes for r in self._regions if r.pinned)
+        return self._pins.nbytes
 
     def find(self, tensor: torch.Tensor) -> HostTensor | None:
         """What was packed of this very tensor object, if it still has the dtype and layout of then, or None."""
         found = self._tensors.get(id(tensor))
         return found if found is not None and found.tensor() is tensor and found.is_like(tensor) else None
 
-    def unpack(self, tensors: Iterable[torch.Tensor], *, coarse: bool) -> None:
-        """Forget every bucket of these tensors that is to be packed anew: one in which some weight is gone for good.
+    def sharing(self, tensors: Sequence[torch.Tensor]) -> list[HostTensor]:
+        """Ties that came or went since packing, as what is packed of all that have to do with them.
+
+        One of these tensors lies in bytes of another weight now, or has left bytes that another weight has, too.
+        """
+        strays = [t for t in tensors if t.numel() and not self._is_at_home(t)]
+        inside = [t for t in strays if lie_in(self._regions, t)]
+        pairs = [(p, t) for p in self._tensors.values() for t in inside if _is_lodger(t, p)]
+        lodgers = {id(t) for _, t in pairs}
+        left = [p for t in strays if (p := self._tensors.get(id(t))) is not None and self.is_tied(p)]
+        return [*left, *(p for p, _ in pairs), *(p for key, p in self._tensors.items() if key in lodgers)]
+
+    def is_tied(self, packed: HostTensor) -> bool:
+        """Whether other packed weights have bytes of this one."""
+        others = (w.whole for part in packed.parts for w in part.bucket.weights if w.whole is not packed)
+        return any(share_bytes(packed.view, other.view) for other in others)
+
+    def unpack(self, tensors: Sequence[torch.Tensor], *, coarse: bool) -> None:
+        """Forget every bucket of these tensors that is to be packed anew: one in which some weight is gone for good, or is tied.
 
         A weight is gone when its tensor is, or when the tensor has become another (`model.to(dtype)`). With `coarse`, buckets
         that were packed by modules are forgotten too.
         """
-        for tensor in tensors:
-            found = self._tensors.get(id(tensor))
-            if found is None or found.tensor() is not tensor:
-                continue
-            buckets = [part.bucket for part in found.parts]
+        tied = self.sharing(tensors)
+        mine = [found for t in tensors if (found := self._tensors.get(id(t))) is not None and found.tensor() is t]
+        for found in (*tied, *mine):
+            regions = {id(part.bucket.region): part.bucket.region for part in found.parts}
+            buckets = [bucket for bucket in self.buckets.values() if id(bucket.region) in regions]
             wholes = {id(w.whole): w.whole for bucket in buckets for w in bucket.weights}
             intact = all((t := whole.tensor()) is not None and self.find(t) is whole for whole in wholes.values())
-            if intact and not (coarse and any(bucket.coarse for bucket in buckets)):
+            if intact and not (coarse and any(bucket.coarse for bucket in buckets)) and found not in tied:
                 continue
             for whole in wholes.values():
                 self._tensors = {key: value for key, value in self._tensors.items() if value is not whole}
             for bucket in buckets:
                 self.buckets.pop(bucket.name, None)
-            self._release([r for r in self._regions if any(b.region is r for b in buckets)])
+            self._release([r for r in self._regions if id(r) in regions])
 
     def whole(self, packed: HostTensor) -> HostWeight:
         """A packed tensor in one piece. Where its rows lie in several buckets, these are one run of host memory, seen as one."""
@@ -145,7 +153,9 @@ class HostStore:
         if first.rows is None:
             return first
         nbytes = align(span_nbytes(packed.view))
-        bucket = HostBucket(f"{packed.name}[:]", nbytes, first.bucket.region, first.bucket.region.flat(0, nbytes))
+        region = first.bucket.region
+        flat = region.flat(first.bucket.flat.data_ptr() - region.address, nbytes)
+        bucket = HostBucket(f"{packed.name}[:]", nbytes, region, flat)
         shape, stride = tuple(packed.view.shape), tuple(packed.view.stride())
         bucket.weights.append(HostWeight(bucket, 0, span_nbytes(packed.view), shape, stride, packed))
         return bucket.weights[0]
@@ -154,43 +164,55 @@ class HostStore:
         """Every packed tensor by its qualified name."""
         return {packed.name: packed for packed in self._tensors.values()}
 
-    def pack(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], *, coarse: bool = False) -> HostBucket:
+    def find_places(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Place | None]:
+        """For groups of tensors that are to be packed next, places where they lie already, to give to `pack`; else None."""
+        places = find_places(groups)
+        for region in {id(p.region): p.region for p in places if p is not None}.values():
+            self._hold(region)
+        return places
+
+    def pack(
+        self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], *, coarse: bool = False, place: Place | None = None
+    ) -> HostBucket:
         """Move (name, tensor) pairs into one new bucket; together they must have bytes. Tensors on a device come to the host."""
-        placed: list[tuple[int, str, torch.Tensor]] = []
-        offset = 0
-        for group in overlapping(tensors):
-            base = min(t.data_ptr() for _, t in group)
-            placed.extend((offset + t.data_ptr() - base, tensor_name, t) for tensor_name, t in group)
-            end = max(t.data_ptr() + span_nbytes(t) for _, t in group)
-            offset += align(end - base)
-        region = self._allocate(offset)
-        bucket = HostBucket(self._unused(name), offset, region, region.flat(0, offset), coarse=coarse)
+        if place is None:
+            offsets, nbytes = lay_out([t for _, t in tensors])
+            place = Place(self._allocate(nbytes, name), 0, nbytes)
+        else:
+            base = place.region.address + place.offset
+            offsets = [t.data_ptr() - base if t.numel() else 0 for _, t in tensors]
+        region = place.region
+        flat = region.flat(place.offset, place.nbytes)
+        bucket = HostBucket(self._unused(name), place.nbytes, region, flat, coarse=coarse)
         self.buckets[bucket.name] = bucket
-        packed = [self._copy(region, start, tensor_name, tensor) for start, tensor_name, tensor in placed]
-        for (start, _, tensor), whole in zip(placed, packed, strict=True):
+        pairs = list(zip(offsets, tensors, strict=True))
+        packed = [self._copy(region, place.offset + start, tensor_name, tensor) for start, (tensor_name, tensor) in pairs]
+        for (start, (_, tensor)), whole in zip(pairs, packed, strict=True):
             weight = HostWeight(bucket, start, span_nbytes(tensor), tuple(tensor.shape), tuple(tensor.stride()), whole)
             whole.parts.append(weight)
             bucket.weights.append(weight)
             self._adopt(whole, tensor)
-        self._register(region, bucket.name)
+        self._pins.add(region, bucket.name)
         return bucket
 
-    def pack_rows(self, tensors: Sequence[tuple[str, torch.Tensor]], rows: Sequence[tuple[int, int]]) -> list[HostBucket]:
+    def pack_rows(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], rows: Sequence[tuple[int, int]], *, place: Place | None = None
+    ) -> list[HostBucket]:
         """Move one contiguous matrix into the host memory of several new buckets, one for each run of rows (first, end).
 
         `tensors` are (name, tensor) pairs of the same bytes: several where two parameters share one memory.
         """
         name, like = tensors[0]
         row_nbytes = like.stride(0) * like.element_size()
-        region = self._allocate(align(span_nbytes(like)))
+        nbytes = align(span_nbytes(like))
+        region, base = (place.region, place.offset) if place is not None else (self._allocate(nbytes, name), 0)
         buckets: list[HostBucket] = []
         for first, end in rows:
-            nbytes = align((end - first) * row_nbytes)
-            flat = region.flat(first * row_nbytes, nbytes)
-            buckets.append(HostBucket(self._unused(f"{name}[{first}:{end}]"), nbytes, region, flat))
+            flat = region.flat(base + first * row_nbytes, align((end - first) * row_nbytes))
+            buckets.append(HostBucket(self._unused(f"{name}[{first}:{end}]"), flat.numel(), region, flat))
             self.buckets[buckets[-1].name] = buckets[-1]
         for tensor_name, tensor in tensors:
-            whole = self._copy(region, 0, tensor_name, tensor)
+            whole = self._copy(region, base, tensor_name, tensor)
             for bucket, (first, end) in zip(buckets, rows, strict=True):
                 shape = (end - first, tensor.shape[1])
                 whole.parts.append(
@@ -198,7 +220,7 @@ class HostStore:
                 )
                 bucket.weights.append(whole.parts[-1])
             self._adopt(whole, tensor)
-        self._register(region, name)
+        self._pins.add(region, name)
         return buckets
 
     def rebind(self, packed: Sequence[HostTensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -207,18 +229,28 @@ class HostStore:
         Serves a replaced parameter, a swap of two, and `param.data = other`. All values are read before any is written.
         """
         self._finish_copies()
-        values = [elements(t.detach()).clone() for t in tensors]
-        for place in packed:
-            former = place.tensor()
-            if former is not None and former.data_ptr() == place.view.data_ptr():
-                former.data = elements(place.view).clone().as_strided(place.view.shape, place.view.stride())
-            if self._tensors.get(id(former)) is place:
-                del self._tensors[id(former)]
+        # Those that come from outside let go of their memory one by one.
+        values = [elements(t.detach()).clone() if lie_in(self._regions, t) else None for t in tensors]
+        coming = {id(t) for t in tensors}
+        strays = [t for p in self._tensors.values() if (t := p.tensor()) is not None and t.data_ptr() != p.view.data_ptr()]
+        formers = [t for p in packed if (t := p.tensor()) is not None and t.data_ptr() == p.view.data_ptr()]
+        for owner in (*formers, *(t for t in strays if id(t) not in coming and any(share_bytes(t, p.view) for p in packed))):
+            with torch.inference_mode(owner.is_inference()):
+                owner.data = elements(owner.detach()).clone().as_strided(owner.shape, owner.stride())
+        places = {id(p) for p in packed}
+        self._tensors = {key: p for key, p in self._tensors.items() if id(p) not in places}
         for place, tensor, value in zip(packed, tensors, values, strict=True):
             with torch.inference_mode():
-                elements(place.view).copy_(value)
+                elements(place.view).copy_(elements(tensor.detach()) if value is None else value)
             place.tensor = weakref.ref(tensor)
             self._adopt(place, tensor)
+
+    def after_fork(self) -> None:
+        """A child process reads and edits its weights like any memory, but what is pinned is so for its parent."""
+        self._pins.after_fork()
+        for region in self._regions:
+            region.pinned = False
+        self._device = torch.device("cpu")
 
     def close(self) -> None:
         """Unpin everything. The weights keep their memory."""
@@ -227,6 +259,10 @@ class HostStore:
             bucket.weights.clear()
         self.buckets.clear()
         self._tensors.clear()
+
+    def _is_at_home(self, tensor: torch.Tensor) -> bool:
+        place = self._tensors.get(id(tensor))
+        return place is not None and place.tensor() is tensor and tensor.data_ptr() == place.view.data_ptr()
 
     def _finish_copies(self) -> None:
         """Copies that are queued on the device still read host memory; wait for them before it changes or goes."""
@@ -237,21 +273,32 @@ class HostStore:
         if regions:
             self._finish_copies()
         for region in regions:
-            if region.pinned:
-                cudart: Any = torch.cuda.cudart()
-                cudart.cudaHostUnregister(region.flat(0, 1).data_ptr())
-                region.pinned = False
+            self._pins.remove(region)
+            region.let_go()
             self._regions.remove(region)
 
     def _adopt(self, whole: HostTensor, tensor: torch.Tensor) -> None:
         tensor.data = whole.view
         self._tensors[id(tensor)] = whole
 
-    def _allocate(self, nbytes: int) -> Region:
-        memory = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        region = Region(memory, nbytes)
+    def check_room(self, tensors: Sequence[torch.Tensor], name: str) -> None:
+        """Raises OffloadError where a container's limit leaves no room for those of these tensors that are on a device."""
+        self._check_room(sum(span_nbytes(t) for t in tensors if t.device.type != "cpu"), name)
+
+    def _check_room(self, nbytes: int, name: str) -> None:
+        memory = host_memory()
+        if memory.limited_by and nbytes > memory.free_nbytes:
+            raise OffloadError(
+                f"store: {name}: packing it takes {show_size(nbytes)} more of host memory, and of {memory.name}, "
+                f"{show_size(memory.total_nbytes)}, {show_size(memory.free_nbytes)} are free; raise it, or free host memory"
+            )
+
+    def _allocate(self, nbytes: int, name: str) -> Region:
+        self._check_room(nbytes, name)
+        return self._hold(new_region(nbytes))
+
+    def _hold(self, region: Region) -> Region:
+        region.hold()
         self._regions.append(region)
         return region
 
@@ -269,8 +316,9 @@ class HostStore:
                 view = flat.as_strided(tensor.shape, tensor.stride())
             else:
                 view = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        with torch.inference_mode():
-            elements(view).copy_(elements(tensor.detach()))
+        if view.data_ptr() != tensor.data_ptr():
+            with torch.inference_mode():
+                elements(view).copy_(elements(tensor.detach()))
         return HostTensor(name, weakref.ref(tensor), view)
 
     def _unused(self, name: str) -> str:
@@ -279,42 +327,9 @@ class HostStore:
             candidate, k = f"{name}~{k}", k + 1
         return candidate
 
-    def _register(self, region: Region, name: str) -> None:
-        if not self._pin or self._warned:
-            return
-        runtime: Any = torch.cuda.cudart()
-        status = int(runtime.cudaHostRegister(region.flat(0, 1).data_ptr(), len(region.memory), 0))
-        region.pinned = status == 0
-        if status:
-            self._warned = True
-            warnings.warn(
-                f"store: {name}: the driver refused to pin {show_size(region.nbytes)} of host memory (error {status}) after "
-                f"{show_size(self.pinned_nbytes)}; the rest stays pageable host memory, whose copies are slower and block the "
-                "host; raise the limit on locked memory (ulimit -l) or free host memory",
-                OffloadWarning,
-                stacklevel=2,
-            )
 
-
-def overlapping(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Groups of tensors that share bytes; most are alone. Order of the first member is kept."""
-    order = {id(t): i for i, (_, t) in enumerate(tensors)}
-    groups: list[list[tuple[str, torch.Tensor]]] = []
-    end, device = -1, None
-    for name, tensor in sorted(tensors, key=lambda pair: (str(pair[1].device), _address(pair[1]), order[id(pair[1])])):
-        start = _address(tensor)
-        if groups and start < end and tensor.device == device:
-            groups[-1].append((name, tensor))
-        else:
-            groups.append([(name, tensor)])
-            end = start
-        device = tensor.device
-        end = max(end, start + span_nbytes(tensor))
-    return sorted(groups, key=lambda group: min(order[id(t)] for _, t in group))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where the bytes of a tensor begin. On the meta device nothing has an address: there storages get one each, far apart."""
-    if tensor.device.type != "meta":
-        return tensor.data_ptr()
-    return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
+def _is_lodger(tensor: torch.Tensor, packed: HostTensor) -> bool:
+    """Whether a tensor lies in bytes of a packed weight that is another one, and lies there still."""
+    owner = packed.tensor()
+    at_home = owner is not None and owner is not tensor and owner.data_ptr() == packed.view.data_ptr()
+    return at_home and share_bytes(tensor, packed.view)

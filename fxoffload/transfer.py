@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from fxoffload.arena import POISON
+from fxoffload.errors import OffloadError
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Transfer(Protocol):
     def evict(self, slot: Slot) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
+    def after_fork(self) -> None: ...
 
 
 class StreamTransfer:
@@ -80,6 +82,7 @@ class StreamTransfer:
         self.device = device
         self._poison = poison
         self.overlap = overlap
+        self._forked = False
         self._copy_stream = torch.Stream(device=device) if overlap else torch.accelerator.current_stream(device)
         self._compute_stream = torch.accelerator.current_stream(device)
 
@@ -87,7 +90,15 @@ class StreamTransfer:
         return Slot(host, device, load, ready=torch.Event(self.device), free=torch.Event(self.device))
 
     def begin(self) -> None:
-        """A forward begins on the stream that is current now, behind all compute of the forward before."""
+        """A forward begins on the stream that is current now, behind all compute of the forward before.
+
+        Raises OffloadError in a process that was forked since.
+        """
+        if self._forked:
+            raise OffloadError(
+                f"transfer: {self.device}: this process was forked after the model was offloaded, and a child cannot use its "
+                "parent's device; start processes with the 'spawn' method, or fork before the model is offloaded"
+            )
         stream = torch.accelerator.current_stream(self.device)
         if stream != self._compute_stream:
             # Evictions are waited for by the latest only, which is enough while compute runs in one order.
@@ -128,7 +139,11 @@ class StreamTransfer:
         self._copy_stream.wait_event(event)
 
     def close(self) -> None:
-        torch.accelerator.synchronize(self.device)
+        if not self._forked:
+            torch.accelerator.synchronize(self.device)
+
+    def after_fork(self) -> None:
+        self._forked = True
 
 
 class ThreadTransfer:
@@ -186,6 +201,11 @@ class ThreadTransfer:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+
+    def after_fork(self) -> None:
+        self._jobs = queue.SimpleQueue()
+        self._thread = None
+        self._failed = None
 
     def _start(self) -> None:
         if self._thread is None:

@@ -56,12 +56,12 @@ def test_packing_holds_one_copy_and_one_bucket(monkeypatch: pytest.MonkeyPatch) 
     allocate = HostStore._allocate
     packed = 0
 
-    def counting(self: HostStore, nbytes: int) -> Any:
+    def counting(self: HostStore, nbytes: int, name: str) -> Any:
         nonlocal most, packed
         packed += nbytes
         unpacked = sum(n for key, (pointer, n) in before.items() if model.get_parameter(key).data_ptr() == pointer)
         most = max(most, packed + unpacked)
-        return allocate(self, nbytes)
+        return allocate(self, nbytes, name)
 
     monkeypatch.setattr(HostStore, "_allocate", counting)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_a_refusal_to_pin_is_one_warning_and_pageable_memory(monkeypatch: pytest
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     host = HostStore(torch.device("cuda"))
     named = weights(*[(100,)] * 4)
-    with pytest.warns(OffloadWarning, match=r"^store: b2: the driver refused to pin 512 B of host memory") as caught:
+    with pytest.warns(OffloadWarning, match=r"^pins: b2: the driver refused to pin 512 B of host memory") as caught:
         [host.pack(f"b{i}", [pair]) for i, pair in enumerate(named)]
     assert len(caught) == 1
     assert host.pinned_nbytes == 2 * 512
