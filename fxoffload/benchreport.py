@@ -104,8 +104,8 @@ def _section(entry: Mapping[str, Any], points: Sequence[Point]) -> str:
         headers = [header.format(unit=unit) for header in _HEADERS]
         parts.append(markdown(headers, [_cells(point, size) for point in measured], right=range(2, 11)))
     parts.append(_matched(measured, entry.get("bounds"), unit, size))
-    others = [point for point in points if not point.is_measured or point.reason]
-    parts += ["\n".join(_reason(point) for point in others)] if others else []
+    if reasons := _reasons(points):
+        parts.append("\n".join(reasons))
     return "\n\n".join(parts)
 
 
@@ -169,9 +169,16 @@ def _fastest(points: Sequence[Point]) -> Point | None:
     return min(points, key=lambda point: point.step_ms, default=None)
 
 
-def _reason(point: Point) -> str:
-    where = " ".join([point.contender, *([show_setting(point.setting)] if point.setting else [])])
-    return f"- {where}: {point.reason}" if point.is_measured else f"- {where}: not measured, {point.status}: {point.reason}"
+def _reasons(points: Sequence[Point]) -> list[str]:
+    """A line for each reason, with all rows that have it."""
+    found: dict[str, list[str]] = {}
+    for point in points:
+        if point.is_measured and not point.reason:
+            continue
+        reason = point.reason if point.is_measured else f"not measured, {point.status}: {point.reason}"
+        where = " ".join([point.contender, *([show_setting(point.setting)] if point.setting else [])])
+        found.setdefault(reason, []).append(where)
+    return [f"- {reason}: {'; '.join(where)}" for reason, where in found.items()]
 
 
 def _unit(nbytes: int) -> tuple[str, int]:

@@ -44,7 +44,7 @@ class Launcher:
 
     def __call__(self, task: Task, limit_s: float) -> Generator[Record]:
         """What one process sends. Raises Ended where it does not end by itself and in time."""
-        context = multiprocessing.get_context("forkserver" if task.device == "cpu" else "spawn")
+        context: Any = multiprocessing.get_context("forkserver" if task.device == "cpu" else "spawn")
         if task.device == "cpu":
             context.set_forkserver_preload(["fxoffload.trial", *self.preload])
         receiving, sending = context.Pipe(duplex=False)

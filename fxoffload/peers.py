@@ -42,6 +42,8 @@ class CacheDit(Session):
         return [(name, m) for name, m in self.scene.model.named_modules() if next(m.children(), None) is None]
 
     def _offload(self, flags: Mapping[str, Any]) -> None:
+        if flags.get("async_transfer"):
+            needs_accelerator(self.scene, "Cache-DiT's async_transfer")
         cache_dit: Any = importlib.import_module("cache_dit")
         targets = self.targets()
         move_outside(self.scene.model, [module for _, module in targets], self.scene.device)
@@ -64,8 +66,7 @@ class CacheDitFitted(CacheDit):
         self._offload(setting[FLAGS])
 
     def next_try(self, setting: Setting, tried: Sequence[tuple[Setting, int | None]]) -> Setting | None:
-        if self.scene.device.type == "cpu":
-            raise ConfigError("peers: flags are fitted to what an accelerator's allocator reserves; the CPU device has none")
+        needs_accelerator(self.scene, "flags that fit what an allocator reserves")
         if FLAGS in setting:
             return None if tried else setting
         budget_nbytes = parse_size(setting["budget"], what="--budgets")
@@ -113,6 +114,8 @@ class Groups(Session):
             self._arguments["num_blocks_per_group"] = 1
 
     def apply(self, setting: Setting) -> None:
+        if self._arguments["use_stream"]:
+            needs_accelerator(self.scene, "diffusers' groups with streams")
         hooks: Any = importlib.import_module("diffusers.hooks")
         model, device = self.scene.model, self.scene.device
         path = self.scene.workload.blocks[0].rpartition(".")[0]
@@ -155,6 +158,12 @@ class WholeModel(Session):
         del setting
         accelerate: Any = importlib.import_module("accelerate")
         accelerate.cpu_offload_with_hook(self.scene.model, self.scene.device)
+
+
+def needs_accelerator(scene: Scene, what: str) -> None:
+    """Raises ConfigError on the CPU device."""
+    if scene.device.type == "cpu":
+        raise ConfigError(f"peers: {scene.workload.name}: {what}: only on an accelerator")
 
 
 def move_outside(model: torch.nn.Module, targets: Iterable[torch.nn.Module], device: torch.device) -> None:

@@ -109,6 +109,9 @@ def run(task: Task, send: Send) -> None:
     device = available_device(torch.device(task.device))
     send({"machine": machine(device), "versions": versions()})
     torch.set_grad_enabled(False)
+    if device.type == "cpu":
+        # Threads that wait for each other on a busy machine would take most of the time.
+        torch.set_num_threads(1)
     logging.getLogger("fxoffload").setLevel(logging.WARNING)
     session: Session | None = None
     for i, setting in enumerate(task.settings):
