@@ -87,8 +87,9 @@ def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
         )
     for name in ("batch", "steps", "warmup", "repeats"):
         value = getattr(arguments, name)
-        if value is not None and value < (0 if name == "warmup" else 1):
-            raise ConfigError(f"bench: --{name}: {value} is not accepted; give more")
+        least = 0 if name == "warmup" else 1
+        if value is not None and value < least:
+            raise ConfigError(f"bench: --{name}: {value} is not accepted; give a whole number of at least {least}")
     base = Task(
         "", "", (), batch=arguments.batch, device=device.type, steps=arguments.steps, warmup=arguments.warmup,
         compiler=arguments.compiler or ("aot_eager" if on_cpu else "inductor"), folder=str(_folder(arguments)),

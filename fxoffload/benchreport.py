@@ -103,6 +103,8 @@ def _section(entry: Mapping[str, Any], points: Sequence[Point]) -> str:
     if measured:
         headers = [header.format(unit=unit) for header in _HEADERS]
         parts.append(markdown(headers, [_cells(point, size) for point in measured], right=range(2, 11)))
+        names = dict.fromkeys(point.contender for point in measured)
+        parts.append("\n".join(f"- {name}: {CONTENDERS[name].what}" for name in names if name in CONTENDERS))
     parts.append(_matched(measured, entry.get("bounds"), unit, size))
     if reasons := _reasons(points):
         parts.append("\n".join(reasons))
@@ -111,13 +113,12 @@ def _section(entry: Mapping[str, Any], points: Sequence[Point]) -> str:
 
 def _cells(point: Point, size: int) -> list[str]:
     values = point.values
-    known = CONTENDERS.get(point.contender)
     memory = point.memory_nbytes
     planned = "" if memory is None or values.get("reserved_nbytes") else " (planned)"
     flags = values.get("flags")
     setting = show_setting(point.setting) + (f" ({show_setting(flags)})" if flags else "")
     return [
-        known.what if known else point.contender,
+        point.contender,
         setting,
         f"{point.step_ms:.1f}",
         f"{values['step_min_ms']:.1f} to {values['step_max_ms']:.1f}",

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fxoffload", description="Stream a transformer's weights from host memory, by plan.")
-    parser.add_argument("--version", action="version", version=f"fxoffload {importlib.metadata.version('fxoffload')}")
+    parser.add_argument("--version", action="version", version=f"fxoffload {_version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="run two small models from host memory, and draw what was planned")
@@ -58,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--force", action="store_true", help="measure again, and keep the result")
     calibrate.set_defaults(run=_calibrate)
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fxoffload")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a folder, not installed"
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:

@@ -42,8 +42,7 @@ class CacheDit(Session):
         return [(name, m) for name, m in self.scene.model.named_modules() if next(m.children(), None) is None]
 
     def _offload(self, flags: Mapping[str, Any]) -> None:
-        if flags.get("async_transfer"):
-            needs_accelerator(self.scene, "Cache-DiT's async_transfer")
+        needs_accelerator(self.scene, "Cache-DiT's layerwise offload")
         cache_dit: Any = importlib.import_module("cache_dit")
         targets = self.targets()
         move_outside(self.scene.model, [module for _, module in targets], self.scene.device)

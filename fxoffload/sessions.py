@@ -61,6 +61,7 @@ class Session:
         self.scene = scene
         self.compiled = compiled
         self.runs: Any = scene.model
+        self.first_output: torch.Tensor | None = None
 
     def apply(self, setting: Setting) -> None:
         """Set it up."""
