@@ -170,7 +170,10 @@ def test_lines_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "bench: flux: models of real size need an accelerator; give flux-tiny to try the harness on the CPU",
         ),
         (["--workload", "fluxx"], "workloads: 'fluxx' is not known; did you mean 'flux' or 'flux2'?"),
-        (["--contenders", "fxofload-*"], "contenders: 'fxofload-*' matches none; did you mean 'fxoffload-eager' or 'fxoffload-compiled'?"),
+        (
+            ["--contenders", "fxofload-*"],
+            "contenders: 'fxofload-*' matches none; did you mean 'fxoffload-eager' or 'fxoffload-compiled'?",
+        ),
         (["--steps", "0"], "bench: --steps: 0 is not accepted; give a whole number of at least 1"),
     ],
 )  # fmt: skip
