@@ -80,12 +80,15 @@ def _ran(model: Any) -> list[Planned]:
 
 
 def stats(model: Any) -> Stats:
-    """Counters of a model: bytes copied in the last forward, bytes resident, and so on (`Stats`)."""
+    """Counters of a model: bytes copied in the last forward, bytes resident, and so on (`Stats`).
+
+    Raises OffloadError for a model whose weights are not offloaded.
+    """
     return engine_of(model).stats()
 
 
 def get_plan(model: Any) -> Plan:
-    """The plan of the graph that ran last."""
+    """The plan of the graph that ran last. Raises OffloadError for a model that has not run."""
     found = _ran(model)[-1].plan
     assert found is not None
     return found
@@ -94,7 +97,21 @@ def get_plan(model: Any) -> Plan:
 def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> None:
     """Give a model another budget: new plans and top levels, no compilation. Takes effect at the next call.
 
-    `memory_budget` as in `OffloadConfig`. Raises BudgetError, and leaves everything as it was, when a graph does not fit.
+    `memory_budget` as in `OffloadConfig`. Raises BudgetError, and leaves everything as it was, when a graph does not fit;
+    OffloadError for a model that has not run.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
+    >>> options = {"memory_budget": "1MiB", "onload_device": "cpu", "segment_compiler": "eager"}
+    >>> compiled = torch.compile(model, backend="layerwise", options=options)
+    >>> for _ in range(2):
+    ...     result = compiled(torch.ones(1, 64))
+    >>> stats(model).prefetches
+    0
+    >>> set_memory_budget(model, smallest_budget(model))
+    >>> for _ in range(2):
+    ...     equal = torch.equal(compiled(torch.ones(1, 64)), result)
+    >>> equal, stats(model).prefetches
+    (True, 8)
     """
     engine = engine_of(model)
     with engine.lock:
@@ -115,6 +132,7 @@ def smallest_budget(model: Any, *, overlap: bool = True) -> int:
     """The least budget, in bytes, with which every graph of a model copies beside compute.
 
     Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there.
+    Raises OffloadError for a model that has not run.
     """
     return max(planned.smallest_budget(overlap=overlap) for planned in _ran(model))
 

@@ -33,7 +33,11 @@ class Budget:
     """A budget to pass to several models as `memory_budget`.
 
     Takes what that option takes: bytes, a size string, a fraction of the device, or `"auto"`. The last two are settled once, when
-    the first of the models is planned. One model runs at a time: calls from other threads wait.
+    the first of the models is planned. One model runs at a time: calls from other threads wait. Raises ConfigError and TypeError
+    as that option does.
+
+    >>> Budget("12GiB")
+    Budget(12884901888)
     """
 
     def __init__(self, memory_budget: int | float | str = "auto") -> None:

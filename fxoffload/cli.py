@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxoffload import generate, plancmd
+from fxoffload import benchargs, generate, plancmd
 from fxoffload.errors import ConfigError, OffloadError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fxoffload", description="Stream a transformer's weights from host memory, by plan.")
-    parser.add_argument("--version", action="version", version=f"fxoffload {importlib.metadata.version('fxoffload')}")
+    parser.add_argument("--version", action="version", version=f"fxoffload {_version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="run two small models from host memory, and draw what was planned")
@@ -48,11 +48,23 @@ def _parser() -> argparse.ArgumentParser:
     plancmd.add_arguments(plan)
     plan.set_defaults(run=_plan)
 
+    bench = commands.add_parser("bench", help="measure this project and others on the same model, each in a process of its own")
+    benchargs.add_arguments(bench)
+    _add_device(bench)
+    bench.set_defaults(run=_bench)
+
     calibrate = commands.add_parser("calibrate", help="print this machine's constants, measured at the first use")
     _add_device(calibrate)
     calibrate.add_argument("--force", action="store_true", help="measure again, and keep the result")
     calibrate.set_defaults(run=_calibrate)
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fxoffload")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a folder, not installed"
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +97,13 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     plancmd.run(arguments)
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from fxoffload import bench
+
+    bench.run(arguments, choose_device(arguments.device))
     return 0
 
 

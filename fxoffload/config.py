@@ -107,6 +107,12 @@ class OffloadConfig:
 
         `torch.compile` takes either `mode` or `options`, so a mode may also be one of the options.
         Raises ConfigError for an unknown key (with the nearest names) and for a bad value, TypeError for a wrong type.
+
+        >>> OffloadConfig.from_options({"memory_budget": "8GiB", "module_names": "blocks"}).module_names
+        ('blocks',)
+        >>> OffloadConfig.from_options({"memory_bugdet": "8GiB"})
+        Traceback (most recent call last):
+        fxoffload.errors.ConfigError: config: options: unknown key 'memory_bugdet'; did you mean 'memory_budget'?
         """
         if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _wrong_type("options", options, "a dict of settings by name")
@@ -130,6 +136,9 @@ def resolve_budget(config: OffloadConfig, total_nbytes: int, free_nbytes: int) -
 
     The margin of auto is for what no plan sees: library workspaces, compiled code, fragmentation, other processes. The result
     may be less than a model needs, or 0: that is the planner's to report.
+
+    >>> resolve_budget(OffloadConfig(memory_budget=0.5), 80 * 2**30, 60 * 2**30) == 40 * 2**30
+    True
     """
     shared = config.memory_budget
     budget = shared.memory_budget if isinstance(shared, Budget) else shared

@@ -59,6 +59,14 @@ def layerwise_offload(
     Returns the handle, for a pipeline a group of handles.
     Raises ConfigError for a setting that is not accepted, AttributeError for a name that is not there, BudgetError where the
     weights cannot fit, OffloadError where somebody offloads the model already. All is then as it was.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
+    >>> with layerwise_offload(model, memory_budget="100KiB", onload_device="cpu") as handle:
+    ...     result = model(torch.ones(1, 64))
+    ...     print(handle.stats().nbytes_copied > 0)
+    True
+    >>> handle.is_removed
+    True
     """
     module = _module_of(model)
     if module is not None:

@@ -54,7 +54,7 @@ def save_picture(model: Any, path: str | Path) -> None:
 
 def picture(plan: Plan, timeline: Timeline) -> Figure:
     """Draw `timeline`, which has to be the plan's. Raises OffloadError where matplotlib is missing."""
-    figure = _figure((_WIDTH_INCHES, 6.0))
+    figure = figure_of((_WIDTH_INCHES, 6.0))
     figure.suptitle(_title(plan, timeline), fontsize=11)
     engines, arena = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.5])
     colours = _colours(plan)
@@ -70,7 +70,7 @@ def curve_picture(curve: Curve, *, here: Point, title: str) -> Figure:
 
     Raises OffloadError where matplotlib is missing.
     """
-    figure = _figure((8.0, 4.8))
+    figure = figure_of((8.0, 4.8))
     axes = figure.subplots()
     budgets = [point.budget_nbytes / GIB for point in curve.points]
     axes.plot(budgets, [point.step_ms for point in curve.points], "o-", label="step, as planned", zorder=3)
@@ -85,11 +85,12 @@ def curve_picture(curve: Curve, *, here: Point, title: str) -> Figure:
     axes.set(title=title, xlabel="budget, GiB", ylabel="ms a step (predicted)")
     axes.set_ylim(0)
     axes.legend(fontsize=8, frameon=False)
-    _frame(axes)
+    frame(axes)
     return figure
 
 
-def _figure(inches: tuple[float, float]) -> Figure:
+def figure_of(inches: tuple[float, float]) -> Figure:
+    """An empty figure of so many inches. Raises OffloadError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -155,7 +156,7 @@ def _draw_engines(axes: Axes, plan: Plan, timeline: Timeline, colours: dict[str,
         _bar(axes, span, _COMPUTE, colour, labels[segment.name], timeline.step_ms)
     axes.set_ylim(-0.15, _COPY + _BAR + 0.15)
     axes.set_yticks([_COPY + _BAR / 2, _COMPUTE + _BAR / 2], ["copy", "compute"])
-    _frame(axes)
+    frame(axes)
     _draw_legend(axes)
 
 
@@ -205,10 +206,11 @@ def _draw_arena(axes: Axes, plan: Plan, timeline: Timeline, colours: dict[str, C
             _bar(axes, span, load.offset / MIB, colours[load.name], label, step_ms, hatch=hatch, height=load.nbytes / MIB)
     axes.set_ylim(0, max(plan.arena_nbytes / MIB, 1e-6))
     axes.set_ylabel("arena, MiB")
-    _frame(axes)
+    frame(axes)
 
 
-def _frame(axes: Axes) -> None:
+def frame(axes: Axes) -> None:
+    """The look that all axes have."""
     axes.tick_params(labelsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -55,6 +55,7 @@ class LayerwiseOffloadHandle(api.Handle):
 
     @property
     def is_removed(self) -> bool:
+        """Whether `remove` was called."""
         return self._removed
 
     @property
@@ -112,6 +113,7 @@ class LayerwiseOffloadHandle(api.Handle):
 
     @property
     def persistent_module_names(self) -> tuple[str, ...]:
+        """Names of the modules that stay on the device, in order."""
         return tuple(name for start, end in self.persistent_spans for name in self.module_names[start:end])
 
     @property

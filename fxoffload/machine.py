@@ -46,9 +46,15 @@ class Machine:
 
     @property
     def link_bytes_per_ms(self) -> float:
+        """The rate of copies from the host."""
         return self.link_gb_s * _BYTES_PER_MS
 
     def copy_ms(self, nbytes: float) -> float:
+        """What one copy from the host takes.
+
+        >>> round(Machine.nominal().copy_ms(25_000_000), 3)
+        1.01
+        """
         return self.copy_latency_ms + nbytes / self.link_bytes_per_ms
 
     def compute_ms(self, flops: Any, touched_nbytes: Any, rate: str) -> Any:
@@ -66,6 +72,7 @@ class Machine:
         return next((rates[known] for known in general if known in rates), min(rates.values()))
 
     def save(self, path: Path) -> None:
+        """Write the constants as JSON; `load` reads them back equal. Makes the folder. Raises OSError as files do."""
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may read or write the same file: it sees all of one version, or all of the other.
         partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -74,6 +81,7 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path) -> Machine:
+        """Read what `save` wrote. Raises OSError as files do, and ValueError, KeyError or TypeError for anything else."""
         data: dict[str, Any] = json.loads(path.read_text())
         data["tflop_s"] = tuple((str(k), float(v)) for k, v in data["tflop_s"])
         return cls(**data)

@@ -60,10 +60,12 @@ class Measurement:
 
     @property
     def step_ms(self) -> float:
+        """The forward as it ran, all stalls included."""
         return self.measured.step_ms
 
     @property
     def compute_ms(self) -> float:
+        """The sum of the segments as they ran."""
         return sum(segment.measured_ms for segment in self.segments)
 
     def save_trace(self, path: str | Path) -> None:

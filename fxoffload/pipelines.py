@@ -83,6 +83,7 @@ class LayerwiseOffloadHandleGroup:
 
     @property
     def is_removed(self) -> bool:
+        """Whether every handle is removed."""
         return all(handle.is_removed for handle in self.handles)
 
     def __len__(self) -> int:

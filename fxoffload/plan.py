@@ -93,14 +93,17 @@ class Plan:
 
     @property
     def peak_nbytes(self) -> int:
+        """Most bytes of the device at once: the arena and the activations."""
         return self.arena_nbytes + self.activation_nbytes
 
     @property
     def stall_ms(self) -> float:
+        """How long compute waits for copies in one forward, by the predicted times."""
         return self.step_ms - self.compute_ms
 
     @property
     def resident_nbytes(self) -> int:
+        """Bytes of the buckets that stay."""
         return sum(r.nbytes for r in self.residents)
 
     @property

@@ -212,6 +212,11 @@ def explain(model: Any, *inputs: Any, machine: Machine | None = None, dynamic: b
 
     Raises OffloadError for a model that has not run where there are no inputs, and for what cannot be offloaded; BudgetError for
     a budget that is too small, with the smallest that works.
+
+    >>> with torch.device("meta"):
+    ...     model, x = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8))), torch.empty(1024, 4096)
+    >>> explain(model, x, machine=Machine.nominal(), memory_budget="300MiB")
+    <Explanation Sequential: budget 300.00 MiB, step ... ms; print it>
     """
     if not inputs:
         return _explain_run(model, machine, options)

@@ -31,6 +31,11 @@ def parse_size(text: str | int, *, what: str = "size") -> int:
     """The bytes that `text` stands for. `what` names the setting in the error.
 
     Raises TypeError for anything but text and ints (a bool too), ConfigError for text or an int that is no size.
+
+    >>> parse_size("4GiB") == parse_size("4 gb") == 4 * 2**30
+    True
+    >>> parse_size("0.5KiB")
+    512
     """
     if isinstance(text, bool) or not isinstance(text, (str, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"config: {what}: {text!r} is of type {type(text).__name__}; give {ACCEPTED_SIZES}")
@@ -52,6 +57,9 @@ def format_size(nbytes: int) -> str:
 
     It is the largest unit of which a whole number, or else of halves, or else of quarters, rounded up, stays within that
     0.5%. No hundredths: they come to no whole number of bytes, which `parse_size` refuses.
+
+    >>> format_size(2_931_400_000)
+    '2796MiB'
     """
     assert nbytes >= 0, nbytes
     for unit, factor in _UNITS:
@@ -64,7 +72,11 @@ def format_size(nbytes: int) -> str:
 
 
 def show_size(nbytes: int) -> str:
-    """Bytes for tables and logs, rounded to two decimals (`2.73 GiB`, `-1.50 MiB`, `512 B`)."""
+    """Bytes for tables and logs, rounded to two decimals.
+
+    >>> show_size(2_931_400_000), show_size(512)
+    ('2.73 GiB', '512 B')
+    """
     for unit, factor in _UNITS:
         # 1023.995 units and more would print as 1024.00 of them.
         if abs(nbytes) >= factor - factor // 200_000:

@@ -154,7 +154,15 @@ class _Machine:
 
 
 def windowed_bound(costs: Costs, weight_nbytes: int) -> float:
-    """The least time (ms) of a forward in steady state with `weight_nbytes` of weights on the device, whatever the schedule."""
+    """The least time (ms) of a forward in steady state with `weight_nbytes` of weights on the device, whatever the schedule.
+
+    Two segments of 1 ms, of which the first reads 300 bytes, at 100 bytes a ms:
+
+    >>> from fxoffload.cost import BucketCost, SegmentCost
+    >>> costs = Costs((SegmentCost("a", 1.0, 0), SegmentCost("b", 1.0, 0)), (BucketCost("a", 300, 3.0, (0,)),), 100.0)
+    >>> windowed_bound(costs, 0), windowed_bound(costs, 100), windowed_bound(costs, 300)
+    (4.0, 3.0, 2.0)
+    """
     gains = [-segment.compute_ms for segment in costs.segments]
     for bucket in costs.buckets:
         if bucket.uses:

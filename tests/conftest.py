@@ -8,6 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A benchmark runs once, as a test, unless one asks for benchmarks: `pytest tests/bench --benchmark-only`."""
+    asked = config.getoption("benchmark_only", False) or config.getoption("benchmark_enable", False)
+    if not asked:
+        config.option.benchmark_disable = True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where there is no accelerator."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -47,8 +47,10 @@ LAYERS = [
     ["slots", "staged", "pack", "engine", "planned", "graph", "binding", "dispatch", "follow", "eager"],
     ["backend"],
     ["analysis", "handle", "components", "pipelines", "doors", "loading", "api", "draw", "measure", "report"],
-    ["flags", "media", "presets", "tiny", "sources", "summary", "forecast"],
-    ["demo", "plancmd", "generate", "cli"],
+    ["flags", "media", "presets", "tiny", "sources", "summary", "forecast", "workloads", "timing", "hardware", "twoblock"],
+    ["sessions", "peers", "contenders"],
+    ["trial", "results", "launch", "benchdraw", "benchreport", "benchargs"],
+    ["demo", "plancmd", "generate", "bench", "cli"],
     ["__init__", "__main__"],
 ]
 WITHOUT_TORCH = [

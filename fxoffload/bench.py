@@ -1,0 +1,197 @@
+"""`fxoffload bench`: every contender on the same work in the same run, each in a process of its own.
+
+    fxoffload bench                                          flux-tiny on what is here, under two minutes on a CPU
+    fxoffload bench --workload flux,wan --out h200.json      real sizes, all contenders
+    fxoffload bench --workload flux --contenders 'fxoffload-*,group-block-streams*'
+    fxoffload bench --render h200.json                       the table and the pictures again, from the JSON
+
+For each workload the resident eager model runs first: its output is what all others are compared with. Then come the contenders,
+`--repeats` times, each time from another one on, so that none has the coldest or the warmest device. A row is written when it is
+measured: a run that is cut short, or that `--stop-after` ends, goes on where it was with the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxoffload import benchreport
+from fxoffload.benchargs import REPEATS, REPEATS_CPU
+from fxoffload.benchreport import show_setting
+from fxoffload.contenders import CONTENDERS, REFERENCE, Contender, find_contenders
+from fxoffload.errors import ConfigError
+from fxoffload.launch import Launch, Launcher, rows_of
+from fxoffload.results import CPU_NOTE, FINAL, MEASURED, Results, key_of
+from fxoffload.sessions import FLAGS, Setting
+from fxoffload.show import table
+from fxoffload.trial import Task
+from fxoffload.workloads import WORKLOADS, Workload, find_workload
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one command measures."""
+
+    workloads: tuple[Workload, ...]
+    contenders: tuple[Contender, ...]
+    budgets: tuple[str, ...] | None
+    repeats: int
+    base: Task
+    """A task with all that is the same for every process."""
+    retry: bool = False
+
+
+def run(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Measure, or render. Raises ConfigError for what a user can act on."""
+    if arguments.list:
+        print(listing())
+        return
+    if arguments.render is not None:
+        print(benchreport.render(arguments.render))
+        return
+    chosen = plan_run(arguments, device)
+    results = Results.open(arguments.out)
+    if device.type == "cpu":
+        results.data["note"] = CPU_NOTE
+        print(f"{CPU_NOTE}\n")
+    command = shlex.join(["fxoffload", *sys.argv[1:]])
+    if command not in results.data["commands"]:
+        results.data["commands"].append(command)
+    launcher = Launcher(preload=[workload.module for workload in chosen.workloads])
+    stop_s = None if arguments.stop_after is None else time.monotonic() + arguments.stop_after
+    left = measure(chosen, results, launcher, limit_s=arguments.time_limit, stop_s=stop_s)
+    print(benchreport.render(arguments.out))
+    if left:
+        print(f"\n{left} processes are left; the same command goes on with them")
+
+
+def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
+    """What the command line asks for, checked."""
+    workloads = tuple(find_workload(name) for name in _names(arguments.workload))
+    on_cpu = device.type == "cpu"
+    large = next((w.name for w in workloads if on_cpu and not w.is_tiny), None)
+    if large is not None:
+        raise ConfigError(
+            f"bench: {large}: models of real size need an accelerator; give {large}-tiny to try the harness on the CPU"
+        )
+    for name in ("batch", "steps", "warmup", "repeats"):
+        value = getattr(arguments, name)
+        least = 0 if name == "warmup" else 1
+        if value is not None and value < least:
+            raise ConfigError(f"bench: --{name}: {value} is not accepted; give a whole number of at least {least}")
+    base = Task(
+        "", "", (), batch=arguments.batch, device=device.type, steps=arguments.steps, warmup=arguments.warmup,
+        compiler=arguments.compiler or ("aot_eager" if on_cpu else "inductor"), folder=str(_folder(arguments)),
+    )  # fmt: skip
+    return Run(
+        workloads,
+        tuple(find_contenders(_names(arguments.contenders))),
+        None if arguments.budgets is None else _names(arguments.budgets),
+        arguments.repeats or (REPEATS_CPU if on_cpu else REPEATS),
+        base,
+        arguments.retry,
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    """One for each results file, so that the next run finds what this one compiled."""
+    if arguments.work is not None:
+        return arguments.work.resolve()
+    key = hashlib.sha256(str(arguments.out.resolve()).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"fxoffload-bench-{key}"
+
+
+def measure(chosen: Run, results: Results, launch: Launch, *, limit_s: float, stop_s: float | None = None) -> int:
+    """Run what is not in the results yet; returns how many processes are left because `stop_s` (of the monotonic clock) came."""
+    todo = tasks(chosen, results)
+    for i, task in enumerate(todo):
+        left_s = limit_s if stop_s is None else min(limit_s, stop_s - time.monotonic())
+        if left_s <= 0:
+            return len(todo) - i
+        start = time.monotonic()
+        for record in rows_of(task, launch, left_s, cut_short=left_s < limit_s):
+            results.add(record)
+            if "status" in record:
+                print(f"[{i + 1}/{len(todo)}] {_line(record, time.monotonic() - start)}", flush=True)
+    return 0
+
+
+def tasks(chosen: Run, results: Results) -> list[Task]:
+    """The processes that are still to run, in their order."""
+    found: list[Task] = []
+    for workload in chosen.workloads:
+        base = dataclasses.replace(chosen.base, workload=workload.name)
+        own = [
+            task
+            for repeat in range(chosen.repeats)
+            for contender in in_turn(chosen.contenders, repeat, chosen.repeats)
+            for task in _tasks_of(contender, dataclasses.replace(base, repeat=repeat), workload, chosen, results)
+        ]
+        if own and not base.reference.is_file():
+            reference = dataclasses.replace(base, contender=REFERENCE, settings=({},))
+            own = [reference, *(task for task in own if task != reference)]
+        found += own
+    return found
+
+
+def in_turn(contenders: Sequence[Contender], repeat: int, repeats: int) -> list[Contender]:
+    """The contenders of one repeat: each repeat starts with another one."""
+    start = repeat * len(contenders) // repeats
+    return [*contenders[start:], *contenders[:start]]
+
+
+def _tasks_of(contender: Contender, base: Task, workload: Workload, chosen: Run, results: Results) -> list[Task]:
+    base = dataclasses.replace(base, contender=contender.name)
+    settings = contender.settings_for(chosen.budgets or workload.budgets)
+    todo = [setting for setting in settings if not _is_done(results.found(key_of(base.row(setting))), retry=chosen.retry)]
+    if not todo:
+        return []
+    if contender.needs_first and settings[0] not in todo:
+        todo.insert(0, settings[0])
+    todo = [_with_flags(setting, results.found(key_of({**base.row(setting), "repeat": 0}))) for setting in todo]
+    groups = [todo] if contender.together else [[setting] for setting in todo]
+    return [dataclasses.replace(base, settings=tuple(group)) for group in groups]
+
+
+def _is_done(row: Mapping[str, Any] | None, *, retry: bool) -> bool:
+    return row is not None and (row["status"] in FINAL or not retry)
+
+
+def _with_flags(setting: Setting, row: Mapping[str, Any] | None) -> Setting:
+    """Flags that the first repeat found serve the others."""
+    return setting if row is None or FLAGS not in row else {**setting, FLAGS: row[FLAGS]}
+
+
+def _line(row: Mapping[str, Any], seconds: float) -> str:
+    """One row for people who wait."""
+    about = f"{row['workload']}  {row['contender']}  {show_setting(row['setting'])}".rstrip()
+    if row["status"] in MEASURED:
+        return f"{about}: {row['step_ms']:.1f} ms a step{_shouted(row)} ({seconds:.0f} s)"
+    return f"{about}: {row['status']}: {row['reason']} ({seconds:.0f} s)"
+
+
+def _shouted(row: Mapping[str, Any]) -> str:
+    return f", WRONG: {row['reason']}" if row["status"] == "wrong" else ""
+
+
+def listing() -> str:
+    """Workloads and contenders, for people."""
+    workloads = [(w.name, w.what, ", ".join(w.budgets)) for w in WORKLOADS.values()]
+    contenders = [(c.name, c.what, ", ".join(c.needs)) for c in CONTENDERS.values()]
+    tables = (("workload", "what", "budgets"), workloads), (("contender", "what", "needs"), contenders)
+    return "\n\n".join(table(head, rows) for head, rows in tables)

@@ -1,0 +1,173 @@
+"""Sessions of other projects, each by its public calls as its documentation shows them. They are imported when they are used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxoffload.errors import ConfigError
+from fxoffload.sessions import FLAGS, Scene, Session, Setting
+from fxoffload.sizes import parse_size
+from fxoffload.twoblock import TwoBlockHooks
+from fxoffload.workloads import blocks_of
+
+_TRIES = 4
+_LOOK_AHEAD = 2
+"""Targets that Cache-DiT may have ahead of use where its flags are fitted."""
+
+
+class CacheDit(Session):
+    """Cache-DiT's `layerwise_offload`; a setting is its keywords. Its targets are leaf modules, or blocks.
+
+    What it has no target for (weights directly on a block or on the root) stays on the device.
+    """
+
+    by_blocks = False
+
+    def apply(self, setting: Setting) -> None:
+        self._offload(setting)
+        if self.compiled:
+            # As its page does it: the whole model, hooks and all.
+            self.runs = torch.compile(self.scene.model, backend=self.scene.compiler)
+
+    def undo(self) -> None:
+        self._handle.remove()
+
+    def targets(self) -> list[tuple[str, torch.nn.Module]]:
+        if self.by_blocks:
+            return blocks_of(self.scene.workload, self.scene.model)
+        return [(name, m) for name, m in self.scene.model.named_modules() if next(m.children(), None) is None]
+
+    def _offload(self, flags: Mapping[str, Any]) -> None:
+        needs_accelerator(self.scene, "Cache-DiT's layerwise offload")
+        cache_dit: Any = importlib.import_module("cache_dit")
+        targets = self.targets()
+        move_outside(self.scene.model, [module for _, module in targets], self.scene.device)
+        names = [name for name, _ in targets] if self.by_blocks else None
+        self._handle = cache_dit.layerwise_offload(
+            self.scene.model, onload_device=self.scene.device, offload_device="cpu", module_names=names, **flags
+        )
+
+
+class CacheDitFitted(CacheDit):
+    """Cache-DiT with flags that fill a budget. `targets`: `blocks` or `leaves`."""
+
+    def __init__(self, scene: Scene, *, targets: str) -> None:
+        super().__init__(scene)
+        self.by_blocks = targets == "blocks"
+        sizes = [sum(p.nbytes for p in module.parameters()) for _, module in self.targets()]
+        self.target_nbytes = [nbytes for nbytes in sizes if nbytes]
+
+    def apply(self, setting: Setting) -> None:
+        self._offload(setting[FLAGS])
+
+    def next_try(self, setting: Setting, tried: Sequence[tuple[Setting, int | None]]) -> Setting | None:
+        needs_accelerator(self.scene, "flags that fit what an allocator reserves")
+        if FLAGS in setting:
+            return None if tried else setting
+        budget_nbytes = parse_size(setting["budget"], what="--budgets")
+        counts = [(int(before[FLAGS]["persistent_buckets"]), reserved or 0) for before, reserved in tried]
+        count = next_count(budget_nbytes, self.target_nbytes, counts)
+        return None if count is None else {**setting, FLAGS: self._flags(count)}
+
+    def _flags(self, count: int) -> dict[str, Any]:
+        return {
+            "async_transfer": True, "transfer_buckets": _LOOK_AHEAD, "prefetch_limit": True, "persistent_buckets": count,
+            "persistent_bins": max(count, 1), "max_inflight_prefetch_bytes": _LOOK_AHEAD * max(self.target_nbytes),
+        }  # fmt: skip
+
+
+def next_count(budget_nbytes: int, target_nbytes: Sequence[int], tried: Sequence[tuple[int, int]]) -> int | None:
+    """How many targets to keep resident in the next try, after tries of (count, reserved bytes); None: no more tries.
+
+    >>> next_count(100, [10] * 8, [])
+    0
+    >>> next_count(100, [10] * 8, [(0, 55)])
+    4
+    >>> next_count(100, [10] * 8, [(0, 55), (4, 104)])
+    3
+    >>> next_count(100, [10] * 8, [(0, 55), (4, 104), (3, 93)]) is None
+    True
+    """
+    if not tried:
+        return 0
+    if len(tried) == _TRIES:
+        return None
+    count, reserved = tried[-1]
+    mean = sum(target_nbytes) / len(target_nbytes)
+    # Down by what is over, rounded up; up by what has room, rounded down.
+    count = min(max(count + int((budget_nbytes - reserved) // mean), 0), len(target_nbytes))
+    return None if any(count == before for before, _ in tried) else count
+
+
+class Groups(Session):
+    """diffusers' group offloading, of the module that holds the blocks; all else of the model stays on the device."""
+
+    def __init__(self, scene: Scene, *, level: str, streams: bool, record: bool, compiled: bool) -> None:
+        super().__init__(scene, compiled=compiled)
+        self._arguments: dict[str, Any] = {"offload_type": f"{level}_level", "use_stream": streams, "record_stream": record}
+        if level == "block":
+            self._arguments["num_blocks_per_group"] = 1
+
+    def apply(self, setting: Setting) -> None:
+        if self._arguments["use_stream"]:
+            needs_accelerator(self.scene, "diffusers' groups with streams")
+        hooks: Any = importlib.import_module("diffusers.hooks")
+        model, device = self.scene.model, self.scene.device
+        path = self.scene.workload.blocks[0].rpartition(".")[0]
+        owner = model.get_submodule(path)
+        host = torch.device("cpu")
+        hooks.apply_group_offloading(owner, onload_device=device, offload_device=host, **self._arguments, **setting)
+        move_outside(model, [owner], device)
+        if self.compiled:
+            self.compile_blocks()
+
+
+class TwoBlocks(Session):
+    """The two-block scheme, on the blocks."""
+
+    def apply(self, setting: Setting) -> None:
+        del setting
+        blocks = self.scene.blocks()
+        if self.compiled:
+            for block in blocks:
+                block.forward = torch.compile(block.forward, backend=self.scene.compiler)
+        self._hooks = TwoBlockHooks(self.scene.model, blocks, self.scene.device)
+
+    def facts(self) -> dict[str, Any]:
+        return {"copied_nbytes": self._hooks.nbytes_copied}
+
+
+class Sequential(Session):
+    """accelerate's `cpu_offload`, which `enable_sequential_cpu_offload` of diffusers calls."""
+
+    def apply(self, setting: Setting) -> None:
+        del setting
+        accelerate: Any = importlib.import_module("accelerate")
+        accelerate.cpu_offload(self.scene.model, execution_device=self.scene.device)
+
+
+class WholeModel(Session):
+    """`enable_model_cpu_offload` of diffusers for one model: it moves to the device at its first call, and stays for the run."""
+
+    def apply(self, setting: Setting) -> None:
+        del setting
+        accelerate: Any = importlib.import_module("accelerate")
+        accelerate.cpu_offload_with_hook(self.scene.model, self.scene.device)
+
+
+def needs_accelerator(scene: Scene, what: str) -> None:
+    """Raises ConfigError on the CPU device."""
+    if scene.device.type == "cpu":
+        raise ConfigError(f"peers: {scene.workload.name}: {what}: only on an accelerator")
+
+
+def move_outside(model: torch.nn.Module, targets: Iterable[torch.nn.Module], device: torch.device) -> None:
+    """Move every parameter and buffer that no target has to the device."""
+    inside = {module for target in targets for module in target.modules()}
+    for module in model.modules():
+        if module not in inside:
+            module._apply(lambda tensor: tensor.to(device), recurse=False)  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,202 @@
+"""One process's work, run here: rows with their fields, statuses with their reasons, tries for a budget, outputs compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxoffload import trial
+from fxoffload.contenders import CONTENDERS, REFERENCE, Contender
+from fxoffload.errors import ConfigError
+from fxoffload.sessions import FLAGS, Session, Setting
+from fxoffload.trial import Task, best, compare, run
+
+FLOAT = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def threads_and_grad() -> Iterator[None]:
+    """What a trial sets in its own process."""
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(grad)
+
+
+class Shifted(Session):
+    """Adds `shift` to what the model returns."""
+
+    def apply(self, setting: Setting) -> None:
+        self.shift = setting.get("shift", 0.0)
+        if self.shift == "refuse":
+            raise ConfigError("peers: this one cannot")
+        if self.shift == "raise":
+            raise RuntimeError("something\n  broke")
+        if self.shift == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    def call(self) -> torch.Tensor:
+        return super().call() + self.shift
+
+
+class Strict(Shifted):
+    equals_itself = True
+
+
+class Fitted(Session):
+    """Tries 1, 2 and 3, which reserve 10, 30 and 50 bytes."""
+
+    def apply(self, setting: Setting) -> None:
+        self.applied = setting[FLAGS]["n"]
+
+    def next_try(self, setting: Setting, tried: Sequence[tuple[Setting, int | None]]) -> Setting | None:
+        if FLAGS in setting:
+            return None if tried else setting
+        return None if len(tried) == 3 else {**setting, FLAGS: {"n": len(tried) + 1}}
+
+    def facts(self) -> dict[str, Any]:
+        return {"reserved_nbytes": 20 * self.applied - 10}
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    return Task("llama-decode-tiny", REFERENCE, ({},), steps=2, warmup=1, compiler="eager", folder=str(tmp_path))
+
+
+def sent(task: Task) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    run(task, records.append)
+    return records
+
+
+def rows_of(task: Task, monkeypatch: pytest.MonkeyPatch, session: type[Session], *settings: Setting) -> list[dict[str, Any]]:
+    """The rows of a contender that is registered for this test only."""
+    sent(task)
+    monkeypatch.setitem(CONTENDERS, "fake", Contender("fake", "a fake", session, {}))
+    records = sent(dataclasses.replace(task, contender="fake", settings=settings))
+    return [record for record in records if "status" in record]
+
+
+def test_the_reference(task: Task) -> None:
+    machine, workload, row = sent(task)
+    assert machine["machine"]["device"] == "cpu"
+    assert set(machine["versions"]) >= {"python", "torch", "diffusers", "cache-dit"}
+    assert workload["what"].startswith("tiny model of the class LlamaForCausalLM, batch 1, ")
+    assert workload["weight_nbytes"] > 0
+    assert (row["contender"], row["setting"], row["status"], row["reason"]) == (REFERENCE, {}, "ok", "")
+    assert (row["error"], row["equal_to_reference"], row["first"]) == (0.0, True, True)
+    assert 0 < row["step_min_ms"] <= row["step_ms"] <= row["step_max_ms"]
+    assert row["first_call_s"] > 0
+    assert row["host_peak_nbytes"] > workload["weight_nbytes"]
+    assert (row["reserved_nbytes"], row["allocated_nbytes"]) == (None, None), "nobody counts them on this device"
+    assert task.reference.is_file()
+
+
+@pytest.mark.parametrize("contender", ["fxoffload-compiled", "fxoffload-eager"])
+def test_ours_over_budgets(task: Task, contender: str) -> None:
+    sent(task)
+    budgets = ("all", "smallest", "60%", "1KiB")
+    records = sent(dataclasses.replace(task, contender=contender, settings=tuple({"budget": b} for b in budgets)))
+    everything, smallest, percent, refused = [record for record in records if "status" in record]
+    for row in (everything, smallest, percent):
+        assert (row["status"], row["equal_to_resident"]) == ("ok", True), row["reason"]
+    assert everything["copied_nbytes"] == 0 < percent["copied_nbytes"] <= smallest["copied_nbytes"]
+    assert [row["first"] for row in (everything, smallest)] == [True, False]
+    assert refused["status"] == "refused"
+    assert "raise the budget to at least" in refused["reason"]
+    bounds = [record["bounds"] for record in records if "bounds" in record]
+    assert len(bounds) == (contender == "fxoffload-compiled")
+    for found in bounds:
+        assert found["bound_ms"] == sorted(found["bound_ms"], reverse=True)
+        assert math.isclose(found["bound_ms"][-1], found["resident_ms"])
+        assert math.isclose(found["resident_ms"], everything["step_ms"])
+
+
+@pytest.mark.parametrize("contender", ["resident-compiled", "two-block-hooks-compiled", "group-block", "accelerate-sequential"])
+def test_peers(task: Task, contender: str) -> None:
+    sent(task)
+    row = sent(dataclasses.replace(task, contender=contender))[-1]
+    assert (row["status"], row["equal_to_reference"]) == ("ok", True), row["reason"]
+
+
+def test_a_wrong_output(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = rows_of(task, monkeypatch, Shifted, {}, {"shift": 1.0})
+    assert (right["status"], right["equal_to_reference"]) == ("ok", True)
+    assert wrong["status"] == "wrong"
+    assert wrong["reason"].startswith("the output differs from the reference by ")
+    assert wrong["reason"].endswith(", 0.001 is allowed")
+
+
+def test_an_output_that_is_not_bit_equal_where_it_must_be(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = rows_of(task, monkeypatch, Strict, {}, {"shift": 1e-9})
+    assert (first["status"], first["equal_to_resident"]) == ("ok", True)
+    assert second["error"] < 1e-3
+    assert (second["status"], second["reason"]) == (
+        "wrong",
+        "the output is not bit-equal to that of the same program all resident",
+    )
+
+
+def test_what_fails_is_a_row_and_the_next_setting_goes_on(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(task, monkeypatch, Shifted, *({"shift": s} for s in ("refuse", "raise", "memory", 0.0)))
+    assert [(row["status"], row["reason"]) for row in rows] == [
+        ("refused", "peers: this one cannot"),
+        ("failed", "RuntimeError: something broke"),
+        ("failed", "out of device memory: CUDA out of memory. Tried to allocate"),
+        ("ok", ""),
+    ]
+
+
+def test_what_is_not_installed(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONTENDERS, "fake", Contender("fake", "", Session, {}, needs=("torch", "no_such_package")))
+    (row,) = sent(dataclasses.replace(task, contender="fake"))
+    assert (row["status"], row["reason"]) == ("missing", "no_such_package is not installed")
+
+
+def test_without_a_reference_outputs_are_not_compared(task: Task) -> None:
+    row = sent(dataclasses.replace(task, contender="two-block-hooks"))[-1]
+    assert (row["status"], row["error"], row["equal_to_reference"]) == ("ok", None, None)
+
+
+def test_tries_for_a_budget_make_one_row(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = rows_of(task, monkeypatch, Fitted, {"budget": "40B"})
+    assert (row["setting"], row["flags"], row["tries"], row["reserved_nbytes"]) == ({"budget": "40B"}, {"n": 2}, 3, 30)
+    (again,) = rows_of(task, monkeypatch, Fitted, {"budget": "40B", FLAGS: {"n": 2}})
+    assert (again["setting"], again["flags"], "tries" in again) == ({"budget": "40B"}, {"n": 2}, False)
+
+
+def test_the_best_try() -> None:
+    rows = [{"reserved_nbytes": n} for n in (50, 10, 30)]
+    assert best({"budget": "40B"}, rows) == {"reserved_nbytes": 30}
+    assert best({"budget": "5B"}, rows) == {"reserved_nbytes": 10}
+
+
+@pytest.mark.parametrize(
+    ("output", "status"), [(1.0, None), (1.0005, None), (1.1, "wrong"), (math.nan, "wrong"), (math.inf, "wrong")]
+)
+def test_comparison(output: float, status: str | None) -> None:
+    found = compare(torch.tensor([output]), torch.tensor([1.0]), None, FLOAT)
+    assert found.get("status") == status
+
+
+def test_main_is_a_session_of_its_own_with_caches_and_a_log(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[Any] = []
+    monkeypatch.setattr(trial.os, "setsid", lambda: did.append("setsid"))
+    monkeypatch.setattr(trial.os, "dup2", lambda *_: did.append("dup2"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(trial, "run", lambda task, send: send(task.row({}, status="ok", reason="")))
+    rows: list[dict[str, Any]] = []
+    trial.main(task, rows.append)
+    assert did == ["setsid", "dup2", "dup2"]
+    assert trial.os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(task.cache)
+    assert task.log.is_file()
+    task.cache.mkdir(parents=True)
+    trial.main(task, rows.append)
+    assert [row["cache"] for row in rows] == ["cold", "warm"]
