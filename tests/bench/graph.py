@@ -12,7 +12,6 @@ what single calls of torch cost on idle streams.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import platform
 import statistics
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sweep import DEVICE, GIB, WORKLOADS, driver, randomise
+from sweep import DEVICE, GIB
 
 import fxoffload
 from fxoffload import api
@@ -33,7 +32,9 @@ from fxoffload.calibrate import machine_of
 from fxoffload.cost import Costs
 from fxoffload.dispatch import Dispatch
 from fxoffload.edits import EditWatch
+from fxoffload.hardware import driver
 from fxoffload.timeline import windowed_bound
+from fxoffload.workloads import WORKLOADS, find_workload, make_inputs, make_model
 
 WARM = 3
 HOST = 5
@@ -49,8 +50,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.bfloat16)
-    model, kwargs, what = WORKLOADS[args.workload](1)
-    randomise(model)
+    workload = find_workload(args.workload)
+    model = make_model(workload, torch.device("cpu"), onload=DEVICE)
+    kwargs = make_inputs(workload, model, DEVICE)
     report = {
         "command": "python " + " ".join(sys.argv),
         "machine": {
@@ -59,12 +61,10 @@ def main() -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "model": f"{what}, batch 1, {sum(p.nbytes for p in model.parameters()) / GIB:.2f} GiB bf16",
+        "model": show(workload, weight_nbytes(model), 1),
         "link_gb_s": machine_of(DEVICE).link_gb_s,
         "calls_us": call_costs(),
     }
-    model.cpu()
-    gc.collect()
     torch.cuda.empty_cache()
     bench = Bench(model, kwargs)
     while args.ready is not None and not args.ready.exists():

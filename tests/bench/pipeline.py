@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sweep import DEVICE, GIB
 
 import fxoffload
+from fxoffload.hardware import driver
 from fxoffload.sizes import parse_size
 from fxoffload.tiny import byte_tokenizer
-from tests.bench.sweep import DEVICE, GIB, driver
 
 WARM_STEPS = 12
 PROMPT = "A cat reads a newspaper in a sunlit library"

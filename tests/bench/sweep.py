@@ -27,11 +27,9 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,8 +40,10 @@ import fxoffload
 from fxoffload import api
 from fxoffload.calibrate import machine_of
 from fxoffload.cost import Costs
+from fxoffload.hardware import driver
 from fxoffload.store import HostStore
 from fxoffload.timeline import windowed_bound
+from fxoffload.workloads import WORKLOADS, find_workload, make_inputs, make_model, show, weight_nbytes
 
 GIB = 2**30
 DEVICE = torch.device("cuda", 0)
@@ -52,126 +52,6 @@ ROUNDS = 8
 ROUND_STEPS = 5
 PACKED_NBYTES = 112 << 20
 LINK_NBYTES = 4 << 30
-NOISE = 100_000_007
-
-
-class Empty:
-    """The context in which workloads build their models: parameters have no memory, everything else lies on the device."""
-
-    def __enter__(self) -> None:
-        from accelerate import init_empty_weights
-
-        self._contexts = ExitStack()
-        self._contexts.enter_context(DEVICE)
-        self._contexts.enter_context(init_empty_weights(include_buffers=False))
-
-    def __exit__(self, *error: object) -> None:
-        self._contexts.close()
-
-
-def fill(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Give the parameters memory, and values that matter: no zero gates, no unit norms. The same for every copy of a model."""
-    noise = (torch.randn(NOISE, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)) * 0.02).to(device)
-    offset = 0
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            values = torch.empty(parameter.shape, device=device)
-            flat = values.view(-1)
-            done = 0
-            while done < flat.numel():
-                count = min(flat.numel() - done, NOISE - offset)
-                flat[done : done + count] = noise[offset : offset + count]
-                done, offset = done + count, (offset + count) % NOISE
-            setattr(module, name, torch.nn.Parameter(values, requires_grad=False))
-    return model.eval()
-
-
-def randn(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed + sum(shape)))
-
-
-def flux(batch: int) -> tuple[torch.nn.Module, dict[str, Any], str]:
-    """FLUX.1-dev, 1024x1024: 4096 image and 512 text tokens."""
-    from diffusers import FluxTransformer2DModel
-
-    with Empty():
-        model = FluxTransformer2DModel(guidance_embeds=True)
-    ids = torch.zeros(4096, 3, device=DEVICE)
-    ids[:, 1] = torch.arange(4096, device=DEVICE) // 64
-    ids[:, 2] = torch.arange(4096, device=DEVICE) % 64
-    return (
-        model,
-        {
-            "hidden_states": randn(batch, 4096, 64),
-            "encoder_hidden_states": randn(batch, 512, 4096),
-            "pooled_projections": randn(batch, 768),
-            "timestep": torch.full((batch,), 0.5, device=DEVICE),
-            # A thousand times these is exact in bf16: eager and compiled code round the product at different places.
-            "guidance": torch.full((batch,), 4.0, device=DEVICE),
-            "img_ids": ids,
-            "txt_ids": torch.zeros(512, 3, device=DEVICE),
-            "return_dict": False,
-        },
-        "FLUX.1-dev size, 1024x1024",
-    )
-
-
-def wan(batch: int) -> tuple[torch.nn.Module, dict[str, Any], str]:
-    """Wan 2.x 14B, 81 frames of 480x832: 21 x 30 x 52 tokens."""
-    from diffusers import WanTransformer3DModel
-
-    with Empty():
-        model = WanTransformer3DModel()
-    given = {
-        "hidden_states": randn(batch, 16, 21, 60, 104),
-        "timestep": torch.full((batch,), 500, device=DEVICE),
-        "encoder_hidden_states": randn(batch, 512, 4096),
-        "return_dict": False,
-    }
-    return model, given, "Wan 14B size, 480x832, 81 frames"
-
-
-def qwen_image(batch: int) -> tuple[torch.nn.Module, dict[str, Any], str]:
-    """Qwen-Image, 1328x1328: 83 x 83 image and 256 text tokens."""
-    from diffusers import QwenImageTransformer2DModel
-
-    with Empty():
-        model = QwenImageTransformer2DModel()
-    given = {
-        "hidden_states": randn(batch, 83 * 83, 64),
-        "encoder_hidden_states": randn(batch, 256, 3584),
-        "timestep": torch.full((batch,), 0.5, device=DEVICE),
-        "img_shapes": [(1, 83, 83)] * batch,
-        "return_dict": False,
-    }
-    return model, given, "Qwen-Image size, 1328x1328"
-
-
-def llama(batch: int, tokens: int) -> tuple[torch.nn.Module, dict[str, Any], str]:
-    """Llama 3.1 8B, one forward of so many tokens, logits of the last."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=16384, tie_word_embeddings=False,
-    )  # fmt: skip
-    with Empty():
-        model = LlamaForCausalLM(config)
-    ids = torch.randint(0, 128256, (batch, tokens), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
-    return (
-        model,
-        {"input_ids": ids, "use_cache": False, "logits_to_keep": 1, "return_dict": False},
-        f"Llama 8B shape, {tokens} tokens",
-    )
-
-
-WORKLOADS: dict[str, Callable[[int], tuple[torch.nn.Module, dict[str, Any], str]]] = {
-    "flux": flux,
-    "wan": wan,
-    "qwen-image": qwen_image,
-    "llama-prefill": lambda batch: llama(batch, 8192),
-    "llama-decode": lambda batch: llama(batch, 1),
-}
 
 
 def time_steps(call: Callable[[], torch.Tensor], steps: int) -> tuple[list[float], float, torch.Tensor]:
@@ -206,9 +86,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.bfloat16)
-    model, kwargs, what = WORKLOADS[args.workload](args.batch)
-    fill(model, torch.device("cpu")).cpu()
-    weight_nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    workload = find_workload(args.workload)
+    model = make_model(workload, torch.device("cpu"), onload=DEVICE)
+    kwargs = make_inputs(workload, model, DEVICE, batch=args.batch)
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     head: dict[str, Any] = {
         "command": (f"PYTORCH_CUDA_ALLOC_CONF={allocator} " if allocator else "") + "python " + " ".join(sys.argv),
@@ -219,7 +99,7 @@ def main() -> None:
             "python": platform.python_version(),
             "calibrated": dataclasses.asdict(machine_of(DEVICE)),
         },
-        "model": f"{what}, batch {args.batch}, {weight_nbytes / GIB:.2f} GiB bf16",
+        "model": show(workload, weight_nbytes(model), args.batch),
     }
     torch.cuda.empty_cache()
     if args.baseline:
@@ -427,7 +307,7 @@ class Sweep:
 
     def copy(self) -> torch.nn.Module:
         """The same model again, on the device."""
-        return fill(WORKLOADS[self.args.workload](self.args.batch)[0], DEVICE)
+        return make_model(find_workload(self.args.workload), DEVICE)
 
 
 def compile_per_block(model: torch.nn.Module) -> None:
@@ -462,13 +342,6 @@ def add_bounds(rows: Sequence[dict[str, Any]], costs: Costs) -> None:
         entry["bound_ms"] = windowed_bound(costs, weight_nbytes)
         entry["naive_bound_ms"] = max(resident_ms, streamed_ms)
         entry["ratio"] = entry["step_ms"] / entry["bound_ms"]
-
-
-def driver() -> str:
-    found = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip().splitlines()[0] if found.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":
