@@ -34,7 +34,7 @@ from fxoffload.dispatch import Dispatch
 from fxoffload.edits import EditWatch
 from fxoffload.hardware import driver
 from fxoffload.timeline import windowed_bound
-from fxoffload.workloads import WORKLOADS, find_workload, make_inputs, make_model
+from fxoffload.workloads import WORKLOADS, find_workload, make_inputs, make_model, show, weight_nbytes
 
 WARM = 3
 HOST = 5
