@@ -151,7 +151,9 @@ def _compile(program: Program, example_inputs: Sequence[Any]) -> Program:
         packing = pool.submit(pack_program, program, *place(program, example_inputs))
         programs, distinct = compile_segments(program.top, program.config)
         watch.lap("compile")
-        packing.result()
+        with suppress(OffloadError):
+            # Tried again when the program is bound.
+            packing.result()
         watch.lap("pack, beyond compile")
     logger.info("backend: %d segments, %d distinct", len(program.blocks.segments), distinct)
     return dataclasses.replace(program, programs=programs, distinct=distinct, seconds=(*program.seconds, *watch.laps))

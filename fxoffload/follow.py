@@ -168,7 +168,7 @@ class Follower(Planned):
     def is_stale(self) -> bool:
         """Whether a tensor is gone, or the store has packed one anew."""
         find = self.engine.store.find
-        return any((t := p.tensor()) is None or (bool(p.parts) and find(t) is not p) for p in self._packed)
+        return any((t := p.tensor()) is None or (bool(p.view.numel()) and find(t) is not p) for p in self._packed)
 
     # -- plan ------------------------------------------------------------------------------------------------------
 

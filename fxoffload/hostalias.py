@@ -5,7 +5,8 @@ devices. So while Dynamo traces a frame for a registered backend, the *fake* ten
 buffers, tensor attributes of modules) carry the onload device. Guards are built from the real tensors and keep
 passing; nothing outside such a trace is touched.
 
-For an analysis, which traces but never runs, tensors on the meta device, inputs too, trace as device tensors as well.
+State on the meta device traces as device tensors as well: a backend that is to run it refuses it by name. For an analysis, which
+traces but never runs, so do inputs there.
 
 Two private functions are wrapped: `FakeTensorMode.from_tensor`, which knows the Dynamo `Source` a tensor came from, and
 `MetaTensorDescriber.describe_tensor`, which reads its device. Checked on torch 2.11, 2.13. Alternatives that lost
@@ -104,7 +105,8 @@ def _alias_of(tensor: torch.Tensor, source: Any) -> torch.device | None:
     if device is None:
         return None
     if tensor.device.type == "meta":
-        return device if name in _with_meta else None
+        # Weights that are not loaded yet trace too, for the backend to name them.
+        return device if name in _with_meta or is_module_state(source, tensor) else None
     return device if device.type != "cpu" and is_module_state(source, tensor) else None
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from fxoffload.engine import Engine
+from fxoffload.errors import WeightError
 from fxoffload.layout import overlapping
 from fxoffload.owner import named_tensors
 from fxoffload.program import Program
@@ -72,7 +73,9 @@ def pack_program(
 
 def pack_units(engine: Engine, units: Units) -> None:
     """Pack all tensors of a model that are not in the store yet."""
-    tensors = [tensor for _, tensor in all_tensors(units)]
+    named = all_tensors(units)
+    _refuse_meta(named)
+    tensors = [tensor for _, tensor in named]
     engine.store.unpack(tensors, coarse=False)
     fresh = [t for t in tensors if engine.store.find(t) is None]
     moved = sorted({str(t.device) for t in fresh if t.device.type != "cpu"})
@@ -88,6 +91,15 @@ def pack_units(engine: Engine, units: Units) -> None:
     engine.adopt(tensors)
     if moved:
         engine.log_takeover(moved, fresh)
+
+
+def _refuse_meta(named: Sequence[Named]) -> None:
+    found = [name for name, tensor in named if tensor.is_meta]
+    if found:
+        names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        raise WeightError(
+            f"pack: {names}: on the meta device, without bytes; load them first (fxoffload.load_safetensors(model, path))"
+        )
 
 
 def unit_buckets(units: Units, chosen: Collection[int]) -> list[tuple[str, list[Named]]]:

@@ -143,8 +143,7 @@ class HostStore:
                 continue
             for whole in wholes.values():
                 self._tensors = {key: value for key, value in self._tensors.items() if value is not whole}
-            for bucket in buckets:
-                self.buckets.pop(bucket.name, None)
+            self._forget(buckets)
             self._release([r for r in self._regions if id(r) in regions])
 
     def whole(self, packed: HostTensor) -> HostWeight:
@@ -255,10 +254,16 @@ class HostStore:
     def close(self) -> None:
         """Unpin everything. The weights keep their memory."""
         self._release(list(self._regions))
-        for bucket in self.buckets.values():
-            bucket.weights.clear()
-        self.buckets.clear()
+        self._forget(list(self.buckets.values()))
         self._tensors.clear()
+
+    def _forget(self, buckets: Sequence[HostBucket]) -> None:
+        """Buckets, weights and tensors know each other in circles, which would hold the memory until Python looks for those."""
+        for bucket in buckets:
+            self.buckets.pop(bucket.name, None)
+            for weight in bucket.weights:
+                weight.whole.parts.clear()
+            bucket.weights.clear()
 
     def _is_at_home(self, tensor: torch.Tensor) -> bool:
         place = self._tensors.get(id(tensor))
