@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _WIDE = 8.0
 """Steps that differ by more than this factor are drawn on a logarithmic axis."""
+_ROOM = 1.08
+"""How far an axis goes beyond the largest value."""
 _OURS = "fxoffload-"
 _MARKERS = "osv^D<>pPX*hd"
 
@@ -57,7 +59,7 @@ def steps_figure(entry: Mapping[str, Any], points: Sequence[Point]) -> Figure:
     if max(steps) > _WIDE * min(steps):
         axes.set_yscale("log")
     else:
-        axes.set_ylim(0)
+        axes.set_ylim(0, _ROOM * max(steps))
     axes.set_xlim(0)
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     frame(axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -160,3 +161,16 @@ def test_steps_far_apart_are_drawn_on_a_logarithmic_axis() -> None:
     entry = data["workloads"][0]
     (axes,) = benchdraw.steps_figure(entry, points_of(data, entry)).axes
     assert axes.get_yscale() == "log"
+
+
+COMMITTED = sorted((Path(__file__).parents[1] / "bench" / "results" / "contenders").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_pages_are_made_from_their_json(path: Path) -> None:
+    page = path.with_suffix(".md").read_text()
+    text = report(json.loads(path.read_text()))
+    assert page.startswith(f"{text}\n"), f"run: fxoffload bench --render {path.name}"
+    pictures = re.findall(r"\]\((.+\.png)\)", page)
+    assert pictures
+    assert all((path.parent / name).is_file() for name in pictures)

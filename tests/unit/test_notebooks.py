@@ -10,7 +10,8 @@ import nbclient
 import nbformat
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_CELLS = 15
 SECONDS_A_CELL = 60
 
@@ -47,10 +48,14 @@ def test_runs_and_prints_what_is_kept(path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name)
     notebook = nbformat.read(path, as_version=4)
     kept = printed(notebook)
+    # What it writes goes to a folder beside which the committed results are, as they are beside the notebooks.
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
     client = nbclient.NotebookClient(
         notebook,
         timeout=SECONDS_A_CELL,
-        resources={"metadata": {"path": str(tmp_path)}},
+        resources={"metadata": {"path": str(folder)}},
         record_timing=False,
         coalesce_streams=True,
     )
