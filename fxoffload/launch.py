@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -61,7 +62,16 @@ class Launcher:
 
 
 def _child(target: Target, task: Task, sending: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     target(task, sending.send)
+
+
+def _end_with_parent() -> None:
+    """A runner that is killed leaves nothing behind that would hold the device."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _records(process: Any, receiving: Any, limit_s: float) -> Iterator[Record]:

@@ -87,7 +87,7 @@ class Task:
 
 def main(task: Task, send: Send) -> None:
     """Run in a new process: its output goes to the task's log, its compile caches are the task's."""
-    os.setsid()
+    os.setpgid(0, 0)
     task.log.parent.mkdir(parents=True, exist_ok=True)
     with task.log.open("w") as log:
         os.dup2(log.fileno(), 1)

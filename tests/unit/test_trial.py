@@ -185,16 +185,16 @@ def test_comparison(output: float, status: str | None) -> None:
     assert found.get("status") == status
 
 
-def test_main_is_a_session_of_its_own_with_caches_and_a_log(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_is_a_group_of_its_own_with_caches_and_a_log(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[Any] = []
-    monkeypatch.setattr(trial.os, "setsid", lambda: did.append("setsid"))
+    monkeypatch.setattr(trial.os, "setpgid", lambda *_: did.append("setpgid"))
     monkeypatch.setattr(trial.os, "dup2", lambda *_: did.append("dup2"))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(trial, "run", lambda task, send: send(task.row({}, status="ok", reason="")))
     rows: list[dict[str, Any]] = []
     trial.main(task, rows.append)
-    assert did == ["setsid", "dup2", "dup2"]
+    assert did == ["setpgid", "dup2", "dup2"]
     assert trial.os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(task.cache)
     assert task.log.is_file()
     task.cache.mkdir(parents=True)
