@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import hashlib
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     if device.type == "cpu":
         results.data["note"] = CPU_NOTE
         print(f"{CPU_NOTE}\n")
-    command = shlex.join(["fxoffload", *sys.argv[1:]])
+    command = shlex.join(["fxoffload", *arguments.argv])
     if command not in results.data["commands"]:
         results.data["commands"].append(command)
     launcher = Launcher(preload=[workload.module for workload in chosen.workloads])

@@ -51,6 +51,7 @@ class Budget:
         forks.tell(self)
 
     def after_fork(self) -> None:
+        """In a forked child nobody holds the lock that a thread of the parent may have held."""
         self.lock = threading.RLock()
 
     def settle(self, nbytes: int) -> int:

@@ -21,6 +21,7 @@ _REFUSED = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0, 1 where a demo's results differ, 2 for an error that a user can act on."""
     arguments = _parser().parse_args(argv)
+    arguments.argv = sys.argv[1:] if argv is None else list(argv)
     try:
         return int(arguments.run(arguments))
     except OffloadError as error:

@@ -364,7 +364,7 @@ def test_a_call_that_fails() -> None:
 
 def test_a_meta_model_does_not_run() -> None:
     with pytest.raises(WeightError, match="is on the meta device and has no bytes; load it before the first call"):
-        run(meta_toy(), rows(0, 64, 32).to("meta"))
+        run(meta_toy(), rows(0, 64, 32))
 
 
 def test_weights_that_ask_for_gradients_do_not_matter() -> None:
