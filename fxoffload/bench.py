@@ -28,7 +28,7 @@ import torch
 from fxoffload import benchreport
 from fxoffload.benchargs import REPEATS, REPEATS_CPU
 from fxoffload.benchreport import show_setting
-from fxoffload.contenders import CONTENDERS, REFERENCE, Contender, find_contenders
+from fxoffload.contenders import CONTENDERS, CORE, REFERENCE, Contender, find_contenders
 from fxoffload.errors import ConfigError
 from fxoffload.launch import Launch, Launcher, rows_of
 from fxoffload.results import CPU_NOTE, FINAL, MEASURED, Results, key_of
@@ -36,6 +36,9 @@ from fxoffload.sessions import FLAGS, Setting
 from fxoffload.show import table
 from fxoffload.trial import Task
 from fxoffload.workloads import WORKLOADS, Workload, find_workload
+
+_WORTH_S = 60.0
+"""No process is started that has to end so soon because the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     if device.type == "cpu":
         results.data["note"] = CPU_NOTE
         print(f"{CPU_NOTE}\n")
-    command = shlex.join(["fxoffload", *arguments.argv])
+    command = shown_command(arguments.argv)
     if command not in results.data["commands"]:
         results.data["commands"].append(command)
     launcher = Launcher(preload=[workload.module for workload in chosen.workloads])
@@ -73,6 +76,24 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     print(benchreport.render(arguments.out))
     if left:
         print(f"\n{left} processes are left; the same command goes on with them")
+
+
+def shown_command(argv: Sequence[str]) -> str:
+    """The command that was run, without folders: they are nobody else's.
+
+    >>> shown_command(["bench", "--out", "here/h200.json", "--work", "/scratch", "--budgets", "2GiB"])
+    'fxoffload bench --out h200.json --budgets 2GiB'
+    """
+    shown: list[str] = []
+    words = iter([part for word in argv for part in (word.split("=", 1) if word.startswith(("--out=", "--work=")) else [word])])
+    for word in words:
+        if word == "--out":
+            shown += [word, Path(next(words, "")).name]
+        elif word == "--work":
+            next(words, "")
+        else:
+            shown.append(word)
+    return shlex.join(["fxoffload", *shown])
 
 
 def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
@@ -120,7 +141,7 @@ def measure(chosen: Run, results: Results, launch: Launch, *, limit_s: float, st
     todo = tasks(chosen, results)
     for i, task in enumerate(todo):
         left_s = limit_s if stop_s is None else min(limit_s, stop_s - time.monotonic())
-        if left_s <= 0:
+        if left_s < min(limit_s, _WORTH_S):
             return len(todo) - i
         start = time.monotonic()
         for record in rows_of(task, launch, left_s, cut_short=left_s < limit_s):
@@ -191,6 +212,6 @@ def _shouted(row: Mapping[str, Any]) -> str:
 def listing() -> str:
     """Workloads and contenders, for people."""
     workloads = [(w.name, w.what, ", ".join(w.budgets)) for w in WORKLOADS.values()]
-    contenders = [(c.name, c.what, ", ".join(c.needs)) for c in CONTENDERS.values()]
-    tables = (("workload", "what", "budgets"), workloads), (("contender", "what", "needs"), contenders)
+    contenders = [(c.name, "core" if c.name in CORE else "", c.what, ", ".join(c.needs)) for c in CONTENDERS.values()]
+    tables = (("workload", "what", "budgets"), workloads), (("contender", "", "what", "needs"), contenders)
     return "\n\n".join(table(head, rows) for head, rows in tables)

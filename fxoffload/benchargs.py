@@ -13,7 +13,9 @@ REPEATS, REPEATS_CPU = 2, 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default=DEFAULT_WORKLOAD, metavar="NAME,...", help="what to run (%(default)s)")
-    parser.add_argument("--contenders", default="*", metavar="PATTERN,...", help="who runs it, such as 'fxoffload-*' (all)")
+    parser.add_argument(
+        "--contenders", default="*", metavar="PATTERN,...", help="who runs it, such as 'fxoffload-*' or core (all)"
+    )
     parser.add_argument("--list", action="store_true", help="list workloads and contenders, and end")
     budgets = "such as 2GiB,8GiB,smallest; left out: those of the workload"
     parser.add_argument("--budgets", metavar="SIZE,...", help=budgets)

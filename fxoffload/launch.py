@@ -24,6 +24,8 @@ Target = Callable[[Task, Callable[[Record], None]], None]
 Launch = Callable[[Task, float], Iterator[Record]]
 
 _LOOK_S = 0.5
+_LEAVE_S = 60.0
+"""What a process may take to end when it has sent everything."""
 _LAST_WORDS = 200
 
 
@@ -83,7 +85,7 @@ def _records(process: Any, receiving: Any, limit_s: float) -> Iterator[Record]:
             try:
                 yield receiving.recv()
             except EOFError:
-                process.join()
+                process.join(_LEAVE_S)
                 return
         elif not alive:
             return

@@ -136,7 +136,14 @@ def _session(task: Task, contender: Contender, device: torch.device, send: Send)
 def _measure_setting(task: Task, session: Session, setting: Setting, send: Send, *, is_first: bool) -> None:
     tried: list[tuple[Setting, Row]] = []
     while (chosen := session.next_try(setting, [(s, row["reserved_nbytes"]) for s, row in tried])) is not None:
-        row = _measure(task, session, chosen)
+        try:
+            row = _measure(task, session, chosen)
+        except Exception:
+            if not tried:
+                raise
+            # What was measured before still counts.
+            traceback.print_exc(file=sys.stderr)
+            break
         if not tried:
             row["first"] = is_first
             if is_first and (bounds := session.bounds(row["step_ms"])) is not None:
@@ -170,6 +177,8 @@ def _measure(task: Task, session: Session, setting: Setting) -> Row:
     timing.synchronize(device)
     before = timing.peaks(device)
     timing.reset_peaks(device)
+    # The allocator takes what it needs anew, which is no part of a step.
+    session.call()
     steps, output = timing.time_steps(session.call, task.steps, device)
     peaks = timing.peaks(device)
     row = task.row(

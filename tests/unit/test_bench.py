@@ -14,7 +14,7 @@ import torch
 
 from fxoffload import bench, cli
 from fxoffload.benchargs import add_arguments
-from fxoffload.contenders import CONTENDERS, REFERENCE, find_contenders
+from fxoffload.contenders import CONTENDERS, CORE, REFERENCE, find_contenders
 from fxoffload.errors import ConfigError
 from fxoffload.launch import Ended
 from fxoffload.results import CPU_NOTE, Results
@@ -188,6 +188,7 @@ def test_patterns() -> None:
         "fxoffload-eager", "two-block-hooks", "two-block-hooks-compiled",
     ]  # fmt: skip
     assert len(find_contenders(["*"])) == len(CONTENDERS)
+    assert tuple(c.name for c in find_contenders(["core"])) == CORE
 
 
 def test_defaults_on_the_cpu() -> None:

@@ -171,6 +171,17 @@ def test_tries_for_a_budget_make_one_row(task: Task, monkeypatch: pytest.MonkeyP
     assert (again["setting"], again["flags"], "tries" in again) == ({"budget": "40B"}, {"n": 2}, False)
 
 
+def test_a_try_that_fails_leaves_what_was_measured_before(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(Fitted):
+        def apply(self, setting: Setting) -> None:
+            super().apply(setting)
+            if self.applied == 2:
+                raise torch.OutOfMemoryError("no more")
+
+    (row,) = rows_of(task, monkeypatch, Breaks, {"budget": "40B"})
+    assert (row["status"], row["flags"], row["reserved_nbytes"]) == ("ok", {"n": 1}, 10)
+
+
 def test_the_best_try() -> None:
     rows = [{"reserved_nbytes": n} for n in (50, 10, 30)]
     assert best({"budget": "40B"}, rows) == {"reserved_nbytes": 30}
