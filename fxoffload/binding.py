@@ -27,25 +27,45 @@ from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program
 from fxoffload.resize import WORTH, Sizes, estimate
+from fxoffload.rows import Source
 from fxoffload.staged import Staged
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
 from fxoffload.warmup import Warmup
+from fxoffload.wrappers import move_label
 
 
 class Binding(Planned):
     """One program with the weights of one engine. Programs find it weakly."""
 
-    def __init__(self, program: Program, engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
-        """`tensors` and `names` (qualified names) of the weights by their position among a call's arguments."""
+    def __init__(
+        self,
+        program: Program,
+        engine: Engine,
+        args: Sequence[Any],
+        tensors: Mapping[Source, torch.Tensor],
+        names: Mapping[Source, str],
+    ) -> None:
+        """`args` of a call, and of the weights among them, by their places: the plain tensors and their qualified names."""
         self.program = program
         self.ids = tuple(map(id, tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
-        self._checked = [(i, packed) for i, tensor in tensors.items() if (packed := engine.store.find(tensor)) is not None]
+        for wrapper in {id(args[p.position]): args[p.position] for p in program.places if p.path}.values():
+            move_label(wrapper, torch.device("cpu"))
+        found = [(k, p, engine.store.find(t)) for k, (p, t) in enumerate(tensors.items())]
+        self._checked = [(k, packed) for k, _, packed in found if packed is not None]
+        """The weights that have bytes, by their index among the places."""
+        held: dict[Source, list[int]] = {}
+        for k, p in enumerate(p for _, p, packed in found if packed is not None):
+            for depth in range(len(p.path)):
+                held.setdefault(Source(p.position, path=p.path[:depth]), []).append(k)
+        self._wrappers = tuple(held)
         # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
         for _, packed in self._checked:
             engine.forget(packed)
-        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for _, packed in self._checked])
+        checked = [t for (_, _, packed), t in zip(found, tensors.values(), strict=True) if packed is not None]
+        wrappers = [(w.of(args[w.position]), indices) for w, indices in held.items()]
+        self._watch = EditWatch(checked, [packed.view for _, packed in self._checked], wrappers)
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._sizes = Sizes(program)
@@ -67,10 +87,9 @@ class Binding(Planned):
 
     def is_stale(self) -> bool:
         """Whether one of the bound tensors is gone, or no longer the weight that it was."""
-        ids = dict(zip(self.program.weight_positions, self.ids, strict=True))
-        for i, packed in self._checked:
+        for k, packed in self._checked:
             tensor = packed.tensor()
-            if tensor is None or id(tensor) != ids[i] or self.engine.store.find(tensor) is not packed:
+            if tensor is None or id(tensor) != self.ids[k] or self.engine.store.find(tensor) is not packed:
                 return True
         return False
 
@@ -142,14 +161,15 @@ class Binding(Planned):
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
-    def run(self, args: Sequence[Any]) -> Any:
-        """One forward on all arguments of the graph, weights included."""
+    def run(self, args: Sequence[Any], weights: Sequence[torch.Tensor]) -> Any:
+        """One forward on all arguments of the graph. `weights`: the plain tensors among these, by the program's places."""
         engine = self.engine
         inputs = [args[position] for position, _, _ in self.program.inputs]
         shared = engine.shared_budget(self.config)
         with engine.lock, shared.lock if shared is not None else nullcontext():
-            tensors = [args[i] for i, _ in self._checked]
-            self._see_edits(self._watch, [packed for _, packed in self._checked], tensors)
+            tensors = [weights[k] for k, _ in self._checked]
+            wrappers = [w.of(args[w.position]) for w in self._wrappers]
+            self._see_edits(self._watch, [packed for _, packed in self._checked], tensors, wrappers)
             if self._sizes.changed(args):
                 self._resize()
             fresh = self.plan is None
@@ -171,7 +191,7 @@ class Binding(Planned):
             try:
                 outputs = staged.top.forward(*inputs)
             finally:
-                self._write_back(staged, tensors)
+                self._write_back(staged, tensors, wrappers)
             engine.forwards += 1
             engine.current = self
             self._learn()
@@ -180,14 +200,14 @@ class Binding(Planned):
             outputs = tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in outputs)
         return outputs
 
-    def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor]) -> None:
+    def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor], wrappers: Sequence[torch.Tensor]) -> None:
         """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""
         if self._mutated:
             with torch.inference_mode():
                 for weight in self._mutated:
                     elements(weight.whole.view).copy_(elements(staged.view(weight, None)))
             # What we wrote is no edit.
-            self._watch.written(tensors)
+            self._watch.written(tensors, wrappers)
 
     def _take_activations(self, nbytes: int) -> None:
         self.engine.measured[self.program] = nbytes / max(estimate(self.costs), 1)

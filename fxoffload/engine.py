@@ -21,6 +21,7 @@ from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.debug import logger, switches
 from fxoffload.errors import ConfigError
+from fxoffload.storages import nbytes_of, plain_tensors
 from fxoffload.store import HostStore, HostTensor
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
@@ -108,7 +109,7 @@ class Engine:
             _engine_of_weight[tensor] = self
 
     def log_takeover(self, devices: Sequence[str], tensors: Iterable[torch.Tensor]) -> None:
-        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        nbytes = nbytes_of(tensors)
         logger.info(
             "engine: weights on %s (%d bytes) moved to the host store; they come back where the budget has room",
             ", ".join(devices),
@@ -191,7 +192,7 @@ def _close(store: HostStore, transfer: Transfer) -> None:
 
 def find_engine(tensors: Sequence[torch.Tensor]) -> Engine | None:
     """The engine that packed one of these weights, or None."""
-    for tensor in tensors:
+    for tensor in plain_tensors(tensors):
         engine: Any = _engine_of_weight.get(tensor)
         if engine is not None:
             return engine

@@ -37,6 +37,8 @@ from fxoffload.errors import OffloadError
 
 _STATE = re.compile(r"(?:\._|\.__dict__\['_)(?:parameters|buffers)")
 
+_INNER = "fxoffload_inner"
+
 _onload_device_of: dict[str, Callable[[dict[str, Any]], torch.device]] = {}
 _with_meta: set[str] = set()
 _moving = threading.local()
@@ -65,6 +67,8 @@ def is_weight(node: fx.Node, real: Any) -> bool:
     """Parameters and buffers wherever they lie; plain tensor attributes only when they lie on the host."""
     if not isinstance(real, torch.Tensor) or _is_float(node):
         return False
+    if _INNER in node.meta:
+        return True
     source = placeholder_source(node)
     if isinstance(real, torch.nn.Parameter):
         return True
@@ -72,6 +76,11 @@ def is_weight(node: fx.Node, real: Any) -> bool:
         return False
     is_buffer = source is not None and ("_buffers" in source.name)
     return is_buffer or real.device.type in ("cpu", "meta")
+
+
+def mark_weight(meta: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a placeholder for a part of a weight, so that it is one too."""
+    return {**meta, _INNER: True}
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -18,6 +18,8 @@ from types import FrameType
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
+from fxoffload.wrappers import inner_name, inner_tensors, is_wrapper
+
 
 def owner_of(weight: torch.Tensor) -> torch.nn.Module | None:
     """The compiled module around this call that has `weight`, or the outermost running module that has it, or None."""
@@ -48,11 +50,14 @@ def calling_line(root: torch.nn.Module) -> str:
 
 
 def tensor_names(root: torch.nn.Module | None) -> dict[int, str]:
-    """Qualified names of a module's parameters and buffers by `id`; of a tied tensor, the first of its names."""
+    """Qualified names of a module's parameters and buffers, and of what wrappers consist of, by `id`; the first of several."""
     names: dict[int, str] = {}
     if root is not None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             names.setdefault(id(tensor), name)
+            if is_wrapper(tensor):
+                for path, plain in inner_tensors(name, tensor):
+                    names.setdefault(id(plain), inner_name(name, path))
     return names
 
 

@@ -113,12 +113,18 @@ class Planned:
         weights = sum(bucket.nbytes for bucket in self.costs.buckets)
         return self._estimates and weights + 2 * self.activation_nbytes + AMPLE_NBYTES <= budget_nbytes
 
-    def _see_edits(self, watch: EditWatch, packed: Sequence[HostTensor], tensors: Sequence[torch.Tensor]) -> None:
+    def _see_edits(
+        self,
+        watch: EditWatch,
+        packed: Sequence[HostTensor],
+        tensors: Sequence[torch.Tensor],
+        wrappers: Sequence[torch.Tensor],
+    ) -> None:
         """Weights that lie elsewhere now are taken over; weights that were written to are copied again."""
         moved = watch.moved(tensors)
         if moved:
             self.engine.store.rebind([packed[k] for k in moved], [tensors[k] for k in moved])
-        for k in {*moved, *watch.written(tensors)}:
+        for k in {*moved, *watch.written(tensors, wrappers)}:
             self.engine.forget(packed[k])
 
     def _learn(self) -> None:

@@ -23,8 +23,8 @@ from fxoffload.rows import Source
 class Program:
     """One compiled graph.
 
-    `weight_positions` are the arguments of a call that are weights, `sources` says for each of `facts.weights` which argument it
-    comes from; `inputs` are the arguments passed on: (position, placeholder, parameter name in the generated function).
+    `sources` says for each of `facts.weights` which argument of a call it comes from, `places` where the plain tensors are that
+    these are or hold; `inputs` are the arguments passed on: (position, placeholder, parameter name in the generated function).
     """
 
     facts: Facts
@@ -35,7 +35,7 @@ class Program:
     top: fx.GraphModule
     config: OffloadConfig
     onload: torch.device
-    weight_positions: tuple[int, ...]
+    places: tuple[Source, ...]
     sources: tuple[Source, ...]
     inputs: tuple[tuple[int, str, str], ...]
     output_device: torch.device | None
