@@ -32,7 +32,7 @@ from fxoffload.staged import Staged
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
 from fxoffload.warmup import Warmup
-from fxoffload.wrappers import move_label
+from fxoffload.wrappers import label, wrappers_around
 
 
 class Binding(Planned):
@@ -50,21 +50,21 @@ class Binding(Planned):
         self.program = program
         self.ids = tuple(map(id, tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
-        for wrapper in {id(args[p.position]): args[p.position] for p in program.places if p.path}.values():
-            move_label(wrapper, torch.device("cpu"))
         found = [(k, p, engine.store.find(t)) for k, (p, t) in enumerate(tensors.items())]
         self._checked = [(k, packed) for k, _, packed in found if packed is not None]
         """The weights that have bytes, by their index among the places."""
         held: dict[Source, list[int]] = {}
         for k, p in enumerate(p for _, p, packed in found if packed is not None):
-            for depth in range(len(p.path)):
-                held.setdefault(Source(p.position, path=p.path[:depth]), []).append(k)
+            for path in wrappers_around(p.path):
+                held.setdefault(Source(p.position, path=path), []).append(k)
         self._wrappers = tuple(held)
         # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
         for _, packed in self._checked:
             engine.forget(packed)
         checked = [t for (_, _, packed), t in zip(found, tensors.values(), strict=True) if packed is not None]
         wrappers = [(w.of(args[w.position]), indices) for w, indices in held.items()]
+        for wrapper, _ in wrappers:
+            label(wrapper, torch.device("cpu"))
         self._watch = EditWatch(checked, [packed.view for _, packed in self._checked], wrappers)
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]

@@ -34,6 +34,7 @@ from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
 from fxoffload.hostalias import is_tracing
 from fxoffload.units import Units, find_units, split_limit
+from fxoffload.wrappers import find_parts
 
 ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
 """Methods that callers begin with, where a model has them."""
@@ -81,7 +82,7 @@ class Attachment:
         self._alone: torch.nn.Module | None = None
         """The unit that was called outside all entries."""
         self.units = self._find()
-        self._structure = _structure(root)
+        self._structure, self._parts = _structure(root), find_parts(root)
         try:
             if config.eager_offload:
                 self._follower("forward")
@@ -139,12 +140,12 @@ class Attachment:
     def _see_structure(self) -> None:
         """Find the units again when a module, a parameter or a buffer was replaced, added or taken away."""
         root = self.root
-        if all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure):
+        if _is_as_it_was(self._structure) and all(id(part.tensor) == key for key, part in self._parts.items()):
             return
         self._unhook()
         self._given = None
         self.units = self._find()
-        self._structure = _structure(root)
+        self._structure, self._parts = _structure(root), find_parts(root)
         self.engine.planned = [p for p in self.engine.planned if p not in self._followers.values()]
         self._followers.clear()
         self._stand_in(root)
@@ -261,7 +262,7 @@ class Attachment:
                 self.engine.lock.release()
 
     def _refuse_gradients(self, follower: Follower) -> None:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in follower.tensors()):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*follower.tensors(), *follower.wrappers())):
             raise GradientError(
                 f"eager: {type(self.root).__name__}: its weights require gradients, and weights are streamed for inference only; "
                 "call the model under torch.no_grad() or torch.inference_mode()"
@@ -354,6 +355,10 @@ def _is_called(module: torch.nn.Module, *, beyond: bool) -> bool:
         found += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
         frame = frame.f_back
     return found > int(beyond)
+
+
+def _is_as_it_was(structure: list[tuple[dict[str, Any], tuple[Any, ...]]]) -> bool:
+    return all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in structure)
 
 
 def _structure(root: torch.nn.Module) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,17 +32,20 @@ from fxoffload.config import OffloadConfig
 from fxoffload.cost import BucketCost, Costs, SegmentCost
 from fxoffload.edits import EditWatch, elements, version_of
 from fxoffload.engine import Engine
-from fxoffload.errors import BudgetError
+from fxoffload.errors import BudgetError, WeightError
+from fxoffload.foreign import cast_weights
 from fxoffload.machine import Machine
 from fxoffload.plan import Load
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.sequence import find_next, merge
 from fxoffload.slots import Slots
+from fxoffload.storages import plain_tensors
 from fxoffload.store import HostTensor, HostWeight, overlapping
 from fxoffload.transfer import Slot
 from fxoffload.units import Named, Units
 from fxoffload.warmup import Warmup
+from fxoffload.wrappers import Part, Path, find_parts, label, wrappers_around
 
 _SMALL_NBYTES = 1 << 20
 """Buffers below are resident: models write to them, and read them anywhere."""
@@ -66,6 +69,8 @@ _METADATA = frozenset(
 """Questions about a weight that the host's copy answers as well as the device's."""
 
 Views = list[tuple[HostTensor, torch.Tensor]]
+Version = tuple[int | None, ...]
+"""Of a tensor, and of the wrappers that it is in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +91,7 @@ class _Running:
     views: Views
     step: _Step | None
     slots: list[Slot]
-    versions: list[int | None]
+    versions: list[Version]
     start: Any
 
 
@@ -104,7 +109,7 @@ class _Forward:
     running: list[_Running] = field(default_factory=list)
     waited: set[str] = field(default_factory=set)
     views: Views = field(default_factory=list)
-    versions: list[int | None] = field(default_factory=list)
+    versions: list[Version] = field(default_factory=list)
     present: dict[int, HostTensor] = field(default_factory=dict)
 
 
@@ -122,17 +127,37 @@ class Follower(Planned):
         """Packs what is not in the store yet. `measures`: learn in the first forwards what they take besides the arena."""
         self._machine = machine
         self._names = tuple(unit.name for unit in units.units)
-        pack_units(engine, units)
+        parts = find_parts(root)
+        pack_units(engine, units, parts)
         empty: dict[int, HostTensor] = {}
         self._units = [_found(engine, unit.tensors, empty) for unit in units.units]
         rest = _found(engine, units.rest, empty)
         self._packed = _distinct([p for packed in (*self._units, rest) for p in packed])
-        self._rest = _distinct([*rest, *(p for p in self._packed if _is_small_buffer(p))])
+        self._parts = {id(p): parts[id(t)] for p, t in zip(self._packed, self.tensors(), strict=True) if id(t) in parts}
+        """Those that are part of a weight, or beside one."""
+        self._rest = _distinct([*rest, *(p for p in self._packed if self._is_small_buffer(p))])
         """Resident, and on the device as long as a forward runs."""
         self._by_id = {id(tensor): p for p, tensor in zip(self._packed, self.tensors(), strict=True)}
         self._statistics = [(weakref.ref(m), p) for m in root.modules() for p in self._statistics_of(m)]
         self._whole: dict[int, HostWeight] = {id(p): engine.store.whole(p) for p in self._packed if p.parts and p.view.numel()}
-        self._watch = EditWatch(self.tensors(), [p.view for p in self._packed])
+        wrappers: dict[tuple[int, Path], Part] = {}
+        held: dict[tuple[int, Path], list[int]] = {}
+        for k, part in ((k, part) for k, p in enumerate(self._packed) if (part := self._parts.get(id(p))) and part.wrapped):
+            for path in wrappers_around(part.path):
+                wrappers.setdefault((id(part.weight), path), replace(part, path=path))
+                held.setdefault((id(part.weight), path), []).append(k)
+        self._wrappers = list(wrappers.values())
+        self._around: dict[int, list[Part]] = {}
+        for key, indices in held.items():
+            for k in indices:
+                self._around.setdefault(id(self._packed[k]), []).append(wrappers[key])
+        for wrapper in self.wrappers():
+            label(wrapper, torch.device("cpu"))
+        self._watch = EditWatch(
+            self.tensors(), [p.view for p in self._packed], list(zip(self.wrappers(), held.values(), strict=True))
+        )
+        self._cast = {id(self._by_id[id(t)]) for t in cast_weights(root) if id(t) in self._by_id}
+        """Weights that hooks convert around every use, and back."""
         for packed in self._packed:
             # What the arena holds of these weights was copied before edits that this one cannot know of.
             engine.forget(packed)
@@ -165,6 +190,10 @@ class Follower(Planned):
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the model that are managed, each once."""
         return [_tensor(p) for p in self._packed]
+
+    def wrappers(self) -> list[torch.Tensor]:
+        """All weights, and parts of weights, that are made of some of these tensors."""
+        return [part.tensor for part in self._wrappers]
 
     def is_stale(self) -> bool:
         """Whether a tensor is gone, or the store has packed one anew."""
@@ -244,7 +273,7 @@ class Follower(Planned):
     def begin(self, inputs: Sequence[torch.Tensor], *, ordered: bool) -> None:
         """A forward begins, with these inputs on the device. `ordered`: it is a whole one, whose order counts."""
         engine = self.engine
-        self._see_edits(self._watch, self._packed, self.tensors())
+        self._see_edits(self._watch, self._packed, self.tensors(), self.wrappers())
         fresh = self.plan is None
         if self.plan is None:
             self.replan()
@@ -263,7 +292,7 @@ class Follower(Planned):
             engine.present = self._slots.restore(engine.present)
         engine.current = None
         views = self._rest_views
-        self._forward = _Forward(ordered, ordered, views=views, versions=[version_of(_tensor(p)) for p, _ in views])
+        self._forward = _Forward(ordered, ordered, views=views, versions=self._versions(views))
         self._put_in(views)
 
     def looking(self) -> AbstractContextManager[object]:
@@ -291,7 +320,7 @@ class Follower(Planned):
                 self._wait(step.loads)
                 views = step.views
             self._put_in(views)
-        versions = [version_of(_tensor(p)) for p, _ in views]
+        versions = self._versions(views)
         start = self._timer.start() if self._timer is not None else None
         forward.running.append(_Running(unit, views, step, slots, versions, start))
 
@@ -313,8 +342,10 @@ class Follower(Planned):
     def end(self, *, completed: bool) -> None:
         """The forward is over. `completed`: it did not raise."""
         forward, engine = self._now, self.engine
-        self._write_back(forward.views, forward.versions)
-        self._take_out(list(forward.present.values()))
+        try:
+            self._write_back(forward.views, forward.versions)
+        finally:
+            self._take_out(list(forward.present.values()))
         self._looks = not completed
         if completed:
             engine.forwards += 1
@@ -338,9 +369,10 @@ class Follower(Planned):
 
     def see(self, tensor: torch.Tensor) -> None:
         """Some code reads this tensor. If it is a weight whose unit does not run, it comes to the device, to stay."""
-        packed = self._by_id.get(id(tensor))
-        if packed is not None and packed.tensor() is tensor:
-            self.borrow(packed)
+        for plain in plain_tensors(tensor):
+            packed = self._by_id.get(id(plain))
+            if packed is not None and packed.tensor() is plain:
+                self.borrow(packed)
 
     def borrow(self, packed: HostTensor) -> None:
         """Bring a tensor to the device in memory of its own for the rest of this forward; it is resident in the next ones."""
@@ -433,27 +465,54 @@ class Follower(Planned):
         for packed, view in views:
             _tensor(packed).data = view
             present[id(packed)] = packed
+        self._label([packed for packed, _ in views], self.engine.device)
 
     def _take_out(self, packed: Sequence[HostTensor]) -> None:
         present = self._now.present
         for p in packed:
             _tensor(p).data = p.view
             present.pop(id(p), None)
+        self._label(packed, torch.device("cpu"))
 
-    def _write_back(self, views: Views, versions: Sequence[int | None]) -> None:
+    def _label(self, packed: Sequence[HostTensor], device: torch.device) -> None:
+        """Let the wrappers of these tensors say that they are where these are."""
+        if self._around and self.engine.device.type != "cpu":
+            for part in {id(part): part for p in packed for part in self._around.get(id(p), ())}.values():
+                label(part.tensor, device)
+
+    def _versions(self, views: Views) -> list[Version]:
+        return [(version_of(_tensor(p)), *(version_of(part.tensor) for part in self._around.get(id(p), ()))) for p, _ in views]
+
+    def _write_back(self, views: Views, versions: Sequence[Version]) -> None:
         """Bring tensors whose versions moved to the host; they are resident from the next forward on."""
         written = False
         unseen = {id(p) for module, p in self._statistics if (m := module()) is not None and m.training}
-        for (packed, view), then in zip(views, versions, strict=True):
-            now = version_of(_tensor(packed))
-            if now != then or id(packed) in unseen or (now is None and _is_small_buffer(packed)):
+        for (packed, view), then, now in zip(views, versions, self._versions(views), strict=True):
+            memory = view
+            if _tensor(packed).data_ptr() != view.data_ptr() and id(packed) not in self._cast:
+                memory = self._replaced(packed)
+            unknown = now == (None,) and self._is_small_buffer(packed)
+            if now != then or memory is not view or id(packed) in unseen or unknown:
                 with torch.inference_mode():
-                    elements(packed.view).copy_(elements(view))
+                    elements(packed.view).copy_(elements(memory))
                 self._keep(packed)
                 written = True
         if written:
             # What the model wrote is no edit.
-            self._watch.written(self.tensors())
+            self._watch.written(self.tensors(), self.wrappers())
+
+    def _replaced(self, packed: HostTensor) -> torch.Tensor:
+        """The memory that the model gave a weight while it ran."""
+        now, view = _tensor(packed).detach(), packed.view
+        if (now.dtype, now.shape, now.stride()) != (view.dtype, view.shape, view.stride()):
+            raise WeightError(
+                f"follow: {packed.name}: the model made it {now.dtype} {list(now.shape)} while it ran, and it is {view.dtype} "
+                f"{list(view.shape)} in host memory; let the model do that before it is offloaded"
+            )
+        return now
+
+    def _is_small_buffer(self, packed: HostTensor) -> bool:
+        return id(packed) not in self._parts and _is_small_buffer(_tensor(packed))
 
 
 class _Look(TorchFunctionMode):
@@ -472,8 +531,10 @@ class _Look(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def pack_units(engine: Engine, units: Units) -> None:
+def pack_units(engine: Engine, units: Units, parts: Collection[int] = ()) -> None:
     """Move all tensors that are not in the store yet there, those that the same units use into one bucket.
+
+    `parts`: `id`s of tensors that are part of a weight, and go with it also where they are small.
 
     Tensors that share bytes go to the same bucket, whichever units use them: a write to one must reach the other.
     """
@@ -481,7 +542,8 @@ def pack_units(engine: Engine, units: Units) -> None:
     named: dict[int, Named] = {}
     for index, tensors in (*enumerate(u.tensors for u in units.units), (-1, units.rest)):
         for name, tensor in tensors:
-            users.setdefault(id(tensor), set()).add(-1 if index == -1 or _is_small_buffer_tensor(tensor) else index)
+            stays = index == -1 or (id(tensor) not in parts and _is_small_buffer(tensor))
+            users.setdefault(id(tensor), set()).add(-1 if stays else index)
             named.setdefault(id(tensor), (name, tensor))
     engine.store.unpack([tensor for _, tensor in named.values()], coarse=False)
     fresh = [pair for pair in named.values() if engine.store.find(pair[1]) is None]
@@ -518,11 +580,7 @@ def _tensor(packed: HostTensor) -> torch.Tensor:
     return tensor
 
 
-def _is_small_buffer(packed: HostTensor) -> bool:
-    return _is_small_buffer_tensor(_tensor(packed))
-
-
-def _is_small_buffer_tensor(tensor: torch.Tensor) -> bool:
+def _is_small_buffer(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, torch.nn.Parameter) and tensor.numel() * tensor.element_size() < _SMALL_NBYTES
 
 

@@ -9,6 +9,7 @@ import torch
 
 from fxoffload.errors import OffloadError
 
+_CASTING = "layerwise_casting"
 _GROUP_OFFLOAD = ("group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker")
 
 
@@ -17,6 +18,15 @@ def refuse_foreign_hooks(root: torch.nn.Module) -> None:
     for name, what, remedy in _foreign_hooks(root):
         where = f"{type(root).__name__}.{name}" if name else type(root).__name__
         raise OffloadError(f"foreign: {where}: {what} moves its weights already; call {remedy} first")
+
+
+def cast_weights(root: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Weights that layerwise casting of diffusers keeps in one dtype and converts to another around every use."""
+    for module in root.modules():
+        registry: Any = vars(module).get("_diffusers_hook")
+        if registry is not None and _CASTING in registry.hooks:
+            yield from module.parameters()
+            yield from module.buffers()
 
 
 def _foreign_hooks(root: torch.nn.Module) -> Iterator[tuple[str, str, str]]:

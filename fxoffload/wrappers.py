@@ -1,8 +1,12 @@
-"""Weights that consist of others: tensor subclasses such as quantized ones, which wrap plain tensors, and what lies beside bytes.
+"""Weights that consist of several tensors.
 
-A wrapper holds no bytes itself. `__tensor_flatten__` names its inner tensors, which may be wrappers in turn; these are what is
-packed, priced and streamed, each under its own name (`blocks.0.up.weight.qdata`). The wrapper stays the object that it was, and
-its inner tensors stay the objects that they were: only the memory behind them moves, as with any other weight.
+A *wrapper* is a tensor subclass that holds no bytes itself, as quantized weights are. `__tensor_flatten__` names its inner
+tensors, which may be wrappers in turn; these are what is packed, priced and streamed, each under a name of its own
+(`blocks.0.up.weight.qdata`). The wrapper stays the object that it was, and its inner tensors stay the objects that they were:
+only the memory behind them moves, as with any other weight.
+
+Other weights hold packed bytes themselves, and have what is needed to read them *beside*, as attributes of the parameter or of an
+object there (`weight.quant_state.absmax`). That moves with them.
 
 Nothing may hold a wrapper weakly: `model.to(...)` swaps it with another one, which torch refuses where there are weak references.
 """
@@ -14,7 +18,10 @@ Nothing may hold a wrapper weakly: `model.to(...)` swaps it with another one, wh
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -55,6 +62,76 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[Path, torch
         yield from (((attribute, *path), plain) for path, plain in inner_tensors(f"{name}.{attribute}", inner))
 
 
+def tensors_beside(name: str, tensor: torch.Tensor) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Tensors that a plain weight has as attributes, or as attributes of objects there, by the attributes that lead to them.
+
+    Raises WeightError, naming the weight, where one is in a list or a dictionary.
+    """
+    if not is_wrapper(tensor):
+        yield from _below(name, (), tensor, {id(tensor)})
+
+
+def _below(name: str, path: Path, value: Any, seen: set[int]) -> Iterator[tuple[Path, torch.Tensor]]:
+    for key, item in getattr(value, "__dict__", {}).items():
+        if id(item) in seen or callable(item):
+            continue
+        seen.add(id(item))
+        here = (*path, key)
+        if isinstance(item, torch.Tensor):
+            yield from (((*here, *inner), plain) for inner, plain in inner_tensors(inner_name(name, here), item))
+        elif isinstance(item, (list, tuple, dict)):
+            if any(isinstance(member, torch.Tensor) for member in (item.values() if isinstance(item, dict) else item)):
+                raise WeightError(
+                    f"weights: {inner_name(name, here)}: tensors in a {type(item).__name__} do not move with the weight; "
+                    f"make them attributes of their own, or {_REMEDY}"
+                )
+        elif len(here) < _DEPTH:
+            yield from _below(name, here, item, seen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A tensor that is part of a weight of a module, or beside it: at `path` from the module's attribute `key`."""
+
+    module: weakref.ref[torch.nn.Module]
+    key: str
+    path: Path
+    wrapped: bool
+
+    @property
+    def weight(self) -> Any:
+        """The weight as it is now, or None."""
+        return getattr(self.module(), self.key, None)
+
+    @property
+    def tensor(self) -> Any:
+        """The part as it is now, or None."""
+        try:
+            return at(self.weight, self.path)
+        except AttributeError:
+            return None
+
+
+def find_parts(root: torch.nn.Module) -> dict[int, Part]:
+    """Every tensor of a model that is part of a weight, by `id`. None, where weights are plain."""
+    found: dict[int, Part] = {}
+    for path, module in root.named_modules():
+        for key, tensor in own_weights(module):
+            name = f"{path}.{key}" if path else key
+            wrapped, where = is_wrapper(tensor), weakref.ref(module)
+            for inner, plain in (*inner_tensors(name, tensor), *tensors_beside(name, tensor)):
+                if inner:
+                    found.setdefault(id(plain), Part(where, key, inner, wrapped))
+    return found
+
+
+def own_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and plain tensor attributes of the module itself."""
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+    yield from ((key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor))
+
+
 def flatten(wrapper: Any) -> tuple[list[str], Any]:
     """The attributes of a wrapper that make it up, tensors and others, and what else its class needs to make one like it."""
     attributes, context = wrapper.__tensor_flatten__()
@@ -70,20 +147,26 @@ def inner_name(name: str, path: Path) -> str:
     return ".".join((name, *path))
 
 
-def move_label(wrapper: torch.Tensor, device: torch.device) -> None:
-    """Let a wrapper, whose inner tensors were moved, say that it is on that device.
+def wrappers_around(path: Path) -> list[Path]:
+    """Where the wrappers lie that an inner tensor at `path` is in, the outermost first."""
+    return [path[:depth] for depth in range(len(path))]
 
-    Only the size, dtype and device that the wrapper itself carries are taken from a new one, which has no inner tensors.
-    """
-    for attribute in flatten(wrapper)[0]:
-        if is_wrapper(inner := getattr(wrapper, attribute)):
-            move_label(inner, device)
-    if wrapper.device == device:
-        return
-    layout: Any = {"strides": wrapper.stride(), "storage_offset": wrapper.storage_offset(), "dtype": wrapper.dtype}
-    bare = torch.Tensor._make_wrapper_subclass(type(wrapper), wrapper.shape, device=device, **layout)
-    with torch._C.DisableTorchFunctionSubclass():
-        wrapper.data = bare
+
+def label(wrapper: torch.Tensor, device: torch.device) -> None:
+    """Let a wrapper, whose inner tensors were moved, say that it is on that device."""
+    if wrapper.device != device:
+        bare = _bare(type(wrapper), wrapper.shape, wrapper.stride(), wrapper.storage_offset(), wrapper.dtype, device)
+        with torch._C.DisableTorchFunctionSubclass():
+            # What a tensor itself carries is copied: size, dtype, device. Its attributes stay.
+            wrapper.data = bare
+
+
+@functools.lru_cache(maxsize=256)
+def _bare(
+    kind: type, size: torch.Size, stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A wrapper without inner tensors."""
+    return torch.Tensor._make_wrapper_subclass(kind, size, strides=stride, storage_offset=offset, dtype=dtype, device=device)
 
 
 def on_device(context: Any, device: torch.device, host: torch.device) -> Any:
@@ -101,6 +184,8 @@ def on_device(context: Any, device: torch.device, host: torch.device) -> Any:
     return context
 
 
+_DEPTH = 4
+"""How deep objects beside a weight are looked into."""
 _REMEDY = "leave that module out of the model, or load it unquantized"
 
 
