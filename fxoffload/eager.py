@@ -82,7 +82,7 @@ class Attachment:
         self._alone: torch.nn.Module | None = None
         """The unit that was called outside all entries."""
         self.units = self._find()
-        self._structure, self._parts = _structure(root), find_parts(root)
+        self._structure, self._parts = _structure(root), find_parts(root, self.engine.device)
         try:
             if config.eager_offload:
                 self._follower("forward")
@@ -145,7 +145,7 @@ class Attachment:
         self._unhook()
         self._given = None
         self.units = self._find()
-        self._structure, self._parts = _structure(root), find_parts(root)
+        self._structure, self._parts = _structure(root), find_parts(root, self.engine.device)
         self.engine.planned = [p for p in self.engine.planned if p not in self._followers.values()]
         self._followers.clear()
         self._stand_in(root)

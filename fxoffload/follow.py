@@ -127,7 +127,7 @@ class Follower(Planned):
         """Packs what is not in the store yet. `measures`: learn in the first forwards what they take besides the arena."""
         self._machine = machine
         self._names = tuple(unit.name for unit in units.units)
-        parts = find_parts(root)
+        parts = find_parts(root, engine.device)
         pack_units(engine, units, parts)
         empty: dict[int, HostTensor] = {}
         self._units = [_found(engine, unit.tensors, empty) for unit in units.units]

@@ -64,7 +64,7 @@ def is_module_state(source: Any, tensor: torch.Tensor) -> bool:
 
 
 def is_weight(node: fx.Node, real: Any) -> bool:
-    """Parameters and buffers wherever they lie; plain tensor attributes only when they lie on the host."""
+    """Parameters, buffers and what is part of these, wherever they lie; other attributes only when they lie on the host."""
     if not isinstance(real, torch.Tensor) or _is_float(node):
         return False
     if _INNER in node.meta:
@@ -74,8 +74,8 @@ def is_weight(node: fx.Node, real: Any) -> bool:
         return True
     if not is_module_state(source, real):
         return False
-    is_buffer = source is not None and ("_buffers" in source.name)
-    return is_buffer or real.device.type in ("cpu", "meta")
+    is_held = source is not None and _STATE.search(source.name) is not None
+    return is_held or real.device.type in ("cpu", "meta")
 
 
 def mark_weight(meta: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from fxoffload.hostalias import mark_weight
 from fxoffload.rows import Source
-from fxoffload.wrappers import PARTS, flatten, inner_name, inner_tensors, is_wrapper, on_device
+from fxoffload.wrappers import PARTS, flatten, inner_name, inner_tensors, is_wrapper, on_device, refuse_mesh
 
 
 @dataclass(eq=False)
@@ -90,6 +90,7 @@ def unwrap(
             sources.append(Source(position, path=path))
             names.setdefault(id(plain), inner_name(name, path))
         if is_wrapper(real):
+            refuse_mesh(name, real, onload)
             _replace(gm.graph, node, real, onload, made)
     if made:
         gm.graph.lint()

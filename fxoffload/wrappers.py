@@ -112,13 +112,17 @@ class Part:
             return None
 
 
-def find_parts(root: torch.nn.Module) -> dict[int, Part]:
-    """Every tensor of a model that is part of a weight, by `id`. None, where weights are plain."""
+def find_parts(root: torch.nn.Module, device: torch.device) -> dict[int, Part]:
+    """Every tensor of a model that is part of a weight, by `id`; nothing where all weights are plain.
+
+    Raises WeightError for a weight that cannot compute on `device`.
+    """
     found: dict[int, Part] = {}
     for path, module in root.named_modules():
         for key, tensor in own_weights(module):
             name = f"{path}.{key}" if path else key
             wrapped, where = is_wrapper(tensor), weakref.ref(module)
+            refuse_mesh(name, tensor, device)
             for inner, plain in (*inner_tensors(name, tensor), *tensors_beside(name, tensor)):
                 if inner:
                     found.setdefault(id(plain), Part(where, key, inner, wrapped))
@@ -130,6 +134,16 @@ def own_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
     yield from ((key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor))
+
+
+def refuse_mesh(name: str, weight: torch.Tensor, device: torch.device) -> None:
+    """Raise WeightError for a distributed weight that is to compute on another kind of device than its mesh is of."""
+    kind = getattr(getattr(weight, "device_mesh", None), "device_type", device.type)
+    if kind != device.type:
+        raise WeightError(
+            f"weights: {name}: a {type(weight).__name__} on a mesh of {kind!r} cannot compute on {str(device)!r}; "
+            f"make its mesh of {device.type!r}"
+        )
 
 
 def flatten(wrapper: Any) -> tuple[list[str], Any]:

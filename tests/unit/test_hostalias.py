@@ -223,7 +223,8 @@ PRIVATE = {
     "torch._dynamo.utils": ["preserve_rng_state", "counters"],
     "torch._dynamo.backends.debugging": ["aot_eager"],
     "torch._dispatch.python": ["enable_python_dispatcher"],
-    "torch._guards": ["TracingContext"],
+    "torch._dynamo.exc": ["TorchRuntimeError"],
+    "torch._guards": ["CompileContext", "TracingContext"],
     "torch._inductor": ["list_mode_options"],
     "torch._inductor.compile_fx": ["compile_fx"],
     "torch._subclasses.fake_tensor": ["FakeTensorMode"],
@@ -247,6 +248,8 @@ def test_private_members_of_torch_are_there() -> None:
     assert isinstance(torch.ones(1).untyped_storage()._cdata, int)
     assert isinstance(torch.ones(1)._version, int)
     assert hasattr(torch.ops.aten.add.Tensor, "_overloadpacket")
+    assert hasattr(torch.Tensor, "_make_wrapper_subclass")
+    assert torch.Tensor.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     assert isinstance(torch.ops.aten.view.default.is_view, bool)
     assert "tensor_to_context" in vars(TracingContext(None))  # type: ignore[arg-type]
 
