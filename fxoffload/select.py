@@ -11,7 +11,7 @@ import torch
 
 from fxoffload.config import OffloadConfig, nearest
 from fxoffload.errors import ConfigError
-from fxoffload.wrappers import inner_name, inner_tensors, own_weights, tensors_beside
+from fxoffload.wrappers import own_parts
 
 
 def chosen_modules(config: OffloadConfig, root: torch.nn.Module | None) -> list[torch.nn.Module] | None:
@@ -60,11 +60,8 @@ def tensors_below(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str
 
 
 def own_tensors(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """What the weights of the module itself, whose name is `path`, consist of, and what is beside them, with qualified names."""
-    for key, weight in own_weights(module):
-        name = f"{path}.{key}" if path else key
-        for inner, tensor in (*inner_tensors(name, weight), *tensors_beside(name, weight)):
-            yield inner_name(name, inner), tensor
+    """The plain tensors that the module itself, whose name is `path`, has (`wrappers.own_parts`), with qualified names."""
+    yield from ((part.name, tensor) for part, tensor in own_parts(module, path))
 
 
 def nbytes_below(module: torch.nn.Module) -> int:

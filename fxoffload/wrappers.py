@@ -62,16 +62,8 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[Path, torch
         yield from (((attribute, *path), plain) for path, plain in inner_tensors(f"{name}.{attribute}", inner))
 
 
-def tensors_beside(name: str, tensor: torch.Tensor) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Tensors that a plain weight has as attributes, or as attributes of objects there, by the attributes that lead to them.
-
-    Raises WeightError, naming the weight, where one is in a list or a dictionary.
-    """
-    if not is_wrapper(tensor):
-        yield from _below(name, (), tensor, {id(tensor)})
-
-
 def _below(name: str, path: Path, value: Any, seen: set[int]) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Tensors that are attributes of a value, or of objects there, by the attributes that lead to them."""
     for key, item in getattr(value, "__dict__", {}).items():
         if id(item) in seen or callable(item):
             continue
@@ -91,12 +83,13 @@ def _below(name: str, path: Path, value: Any, seen: set[int]) -> Iterator[tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A tensor that is part of a weight of a module, or beside it: at `path` from the module's attribute `key`."""
+    """A tensor of a module, at `path` from its attribute `key`: at `()` a plain weight, else part of one, or beside it."""
 
     module: weakref.ref[torch.nn.Module]
+    name: str
     key: str
     path: Path
-    wrapped: bool
+    wrapped: bool = False
 
     @property
     def weight(self) -> Any:
@@ -113,30 +106,40 @@ class Part:
 
 
 def find_parts(root: torch.nn.Module, device: torch.device) -> dict[int, Part]:
-    """Every tensor of a model that is part of a weight, by `id`; nothing where all weights are plain.
+    """Every tensor of a model that is part of a weight, or beside one, by `id`; nothing where all weights are plain.
 
     Raises WeightError for a weight that cannot compute on `device`.
     """
     found: dict[int, Part] = {}
     for path, module in root.named_modules():
-        for key, tensor in own_weights(module):
-            name = f"{path}.{key}" if path else key
-            wrapped, where = is_wrapper(tensor), weakref.ref(module)
-            refuse_mesh(name, tensor, device)
-            for inner, plain in (*inner_tensors(name, tensor), *tensors_beside(name, tensor)):
-                if inner:
-                    found.setdefault(id(plain), Part(where, key, inner, wrapped))
+        for part, plain in own_parts(module, path):
+            if part.path:
+                refuse_mesh(part.name, part.weight, device)
+                found.setdefault(id(plain), part)
     return found
 
 
-def own_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and plain tensor attributes of the module itself."""
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-    yield from ((key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor))
+def own_parts(module: torch.nn.Module, path: str = "") -> Iterator[tuple[Part, torch.Tensor]]:
+    """What parameters, buffers and tensor attributes of a module itself, whose name is `path`, consist of, and what is beside.
+
+    Raises WeightError, with the name, for a weight whose parts are unknown, or cannot be moved.
+    """
+    plain = ((key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor))
+    where = weakref.ref(module)
+    for key, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False), *plain):
+        name = f"{path}.{key}" if path else key
+        wrapped = is_wrapper(weight)
+        found = (
+            inner_tensors(name, weight) if wrapped else (*inner_tensors(name, weight), *_below(name, (), weight, {id(weight)}))
+        )
+        yield from ((Part(where, inner_name(name, inner), key, inner, wrapped), tensor) for inner, tensor in found)
+    state = vars(module).get(_STATE)
+    if state is not None and not isinstance(state, torch.Tensor):
+        name = f"{path}.{_STATE}" if path else _STATE
+        yield from ((Part(where, inner_name(name, inner), _STATE, inner), t) for inner, t in _below(name, (), state, set()))
 
 
-def refuse_mesh(name: str, weight: torch.Tensor, device: torch.device) -> None:
+def refuse_mesh(name: str, weight: Any, device: torch.device) -> None:
     """Raise WeightError for a distributed weight that is to compute on another kind of device than its mesh is of."""
     kind = getattr(getattr(weight, "device_mesh", None), "device_type", device.type)
     if kind != device.type:
@@ -198,6 +201,8 @@ def on_device(context: Any, device: torch.device, host: torch.device) -> Any:
     return context
 
 
+_STATE = "quant_state"
+"""What layers of packed weights call the object that is needed to read them."""
 _DEPTH = 4
 """How deep objects beside a weight are looked into."""
 _REMEDY = "leave that module out of the model, or load it unquantized"
