@@ -37,7 +37,7 @@ from fxoffload.errors import OffloadError
 
 _STATE = re.compile(r"(?:\._|\.__dict__\['_)(?:parameters|buffers)")
 
-_INNER = "fxoffload_inner"
+_INNER = "fxoffload_source"
 
 _onload_device_of: dict[str, Callable[[dict[str, Any]], torch.device]] = {}
 _with_meta: set[str] = set()
@@ -47,7 +47,7 @@ _moving = threading.local()
 def placeholder_source(node: fx.Node) -> Any:
     """Where Dynamo found the input of a placeholder, or None."""
     grapharg = node.meta.get("grapharg")
-    return grapharg.source if grapharg is not None else None
+    return grapharg.source if grapharg is not None else node.meta.get(_INNER)
 
 
 def is_module_state(source: Any, tensor: torch.Tensor) -> bool:
@@ -78,9 +78,13 @@ def is_weight(node: fx.Node, real: Any) -> bool:
     return is_held or real.device.type in ("cpu", "meta")
 
 
-def mark_weight(meta: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of a placeholder for a part of a weight, so that it is one too."""
-    return {**meta, _INNER: True}
+def part_meta(weight: fx.Node, value: torch.Tensor) -> dict[str, Any]:
+    """The metadata of a placeholder for a part of a weight, so that it is a weight too. `value`: the fake one.
+
+    What Dynamo keeps for its own placeholders refers to the weight weakly, which a wrapper does not bear for long.
+    """
+    kept = {key: item for key, item in weight.meta.items() if key != "grapharg"}
+    return {**kept, "example_value": value, _INNER: placeholder_source(weight)}
 
 
 def _is_float(node: fx.Node) -> bool:

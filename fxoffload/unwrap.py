@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload.hostalias import mark_weight
+from fxoffload.hostalias import part_meta
 from fxoffload.rows import Source
 from fxoffload.wrappers import PARTS, flatten, inner_name, inner_tensors, is_wrapper, on_device, refuse_mesh
 
@@ -105,6 +105,8 @@ def _replace(graph: fx.Graph, weight: fx.Node, real: torch.Tensor, onload: torch
         with graph.inserting_before(user):
             user.replace_input_with(weight, _rebuilt(graph, wrapper, user))
     graph.erase_node(weight)
+    # It refers to the weight weakly, and lives until the garbage collector runs.
+    weight.meta.clear()
 
 
 def _take_apart(
@@ -121,7 +123,7 @@ def _take_apart(
             inner.append(_take_apart(graph, weight, part, value, fake, onload, made))
         elif isinstance(value, torch.Tensor):
             placeholder = graph.placeholder(part)
-            placeholder.meta = mark_weight({**weight.meta, "example_value": fake})
+            placeholder.meta = part_meta(weight, fake)
             inner.append(placeholder)
     context = on_device(context, onload, real.device)
     target = Rebuild(type(real), tuple(parts), context, real.shape, real.stride(), number=len(made))
