@@ -24,7 +24,7 @@ from fxoffload.eager import attachment_of
 from fxoffload.engine import available_device
 from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.facts import Facts
-from fxoffload.foreign import refuse_casting, refuse_foreign_hooks
+from fxoffload.foreign import refuse_foreign_hooks, refuse_untraceable
 from fxoffload.hostalias import is_weight, placeholder_source, register_alias
 from fxoffload.lower import compile_segments
 from fxoffload.machine import Machine
@@ -211,7 +211,7 @@ def attached_config(root: torch.nn.Module | None) -> OffloadConfig | None:
 
 def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
     """The onload device while tracing. Bad options are not reported here, inside Dynamo, but by `layerwise`."""
-    refuse_casting(running_roots())
+    refuse_untraceable(running_roots())
     options = kwargs.get("options") or {}
     try:
         chosen = options.get("onload_device")

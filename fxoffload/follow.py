@@ -495,6 +495,9 @@ class Follower(Planned):
             if now != then or memory is not view or id(packed) in unseen or unknown:
                 with torch.inference_mode():
                     elements(packed.view).copy_(elements(memory))
+                    if memory is not view:
+                        # Where it is resident, the next forward reads it there.
+                        elements(view).copy_(elements(memory))
                 self._keep(packed)
                 written = True
         if written:

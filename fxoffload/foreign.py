@@ -1,22 +1,24 @@
 """Hooks and layers of other libraries that move or convert weights too. Both at once would pull them away under each other."""
 
-# Private names of torch: an error of Dynamo, the number of a compilation. Checked on torch 2.11 and 2.13.
+# Private names of torch: an error of Dynamo, the tracing context. Checked on torch 2.11 and 2.13.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchRuntimeError
-from torch._guards import CompileContext
+from torch._guards import TracingContext
 
 from fxoffload.errors import OffloadError
+from fxoffload.wrappers import refuse_opaque
 
 _CASTING = "layerwise_casting"
-_checked: Any = None
-"""The compilation whose model was looked at."""
+_checked: weakref.ref[TracingContext] | None = None
+"""The trace whose model was looked at."""
 _GROUP_OFFLOAD = ("group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker")
 
 
@@ -37,21 +39,34 @@ def refuse_foreign_hooks(root: torch.nn.Module) -> None:
         raise OffloadError(f"foreign: {where}: {what} moves its weights already; call {remedy} first")
 
 
-def refuse_casting(roots: Iterable[torch.nn.Module]) -> None:
-    """Raise TracingRefused where one of these modules, which are being traced, has weights that hooks convert in place."""
+def refuse_untraceable(roots: Iterable[torch.nn.Module]) -> None:
+    """Raise TracingRefused for what Dynamo, which traces one of these modules, would give up without a name.
+
+    That is a weight that hooks convert in place, and one of a class that does not say what it consists of.
+    """
     global _checked
-    compilation = CompileContext.current_compile_id()
-    if compilation == _checked:
+    trace = TracingContext.try_get()
+    if trace is None or (_checked is not None and trace is _checked()):
         return
-    for root in roots:
-        for name, module in root.named_modules():
-            if _casts(module):
-                raise TracingRefused(
-                    f"foreign: {type(root).__name__}.{name}: layerwise casting of diffusers converts weights in place, which "
-                    "cannot be compiled; offload the model without a compiler (fxoffload.layerwise_offload), or quantize it with "
-                    "torchao (Float8WeightOnlyConfig), which streams as few bytes"
-                )
-    _checked = compilation
+    try:
+        for root in roots:
+            _refuse_untraceable(root)
+    except OffloadError as error:
+        raise TracingRefused(str(error)) from None
+    _checked = weakref.ref(trace)
+
+
+def _refuse_untraceable(root: torch.nn.Module) -> None:
+    for name, module in root.named_modules():
+        if _casts(module):
+            where = f"{type(root).__name__}.{name}" if name else type(root).__name__
+            raise OffloadError(
+                f"foreign: {where}: layerwise casting of diffusers converts weights in place, which cannot be compiled; offload the "
+                "model without a compiler (fxoffload.layerwise_offload), or quantize it with torchao (Float8WeightOnlyConfig), "
+                "which streams as few bytes"
+            )
+        for key, weight in module.named_parameters(name, recurse=False):
+            refuse_opaque(key, weight)
 
 
 def _casts(module: torch.nn.Module) -> bool:

@@ -47,7 +47,7 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[Path, torch
     Raises WeightError, naming the weight, for a subclass that does not say what it consists of.
     """
     if not is_wrapper(tensor):
-        _refuse_opaque(name, tensor)
+        refuse_opaque(name, tensor)
         yield (), tensor
         return
     for attribute in flatten(tensor)[0]:
@@ -208,9 +208,10 @@ _DEPTH = 4
 _REMEDY = "leave that module out of the model, or load it unquantized"
 
 
-def _refuse_opaque(name: str, tensor: torch.Tensor) -> None:
+def refuse_opaque(name: str, tensor: torch.Tensor) -> None:
+    """Raise WeightError for a tensor subclass that acts as a wrapper does, but does not say what it consists of."""
     kind: Any = type(tensor)
-    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+    if not is_wrapper(tensor) and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         raise WeightError(
             f"weights: {name}: {kind.__name__} is a tensor subclass without __tensor_flatten__ and __tensor_unflatten__, so what "
             f"it consists of is unknown; give the class these two methods, or {_REMEDY}"

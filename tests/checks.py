@@ -11,6 +11,10 @@ from torch.utils._python_dispatch import transform_subclass
 
 import fxoffload
 from fxoffload import api
+from fxoffload.buckets import align
+from fxoffload.config import OffloadConfig
+from fxoffload.eager import attach
+from fxoffload.select import tensors_below
 from fxoffload.storages import plain_tensors
 from fxoffload.transfer import ThreadTransfer
 from fxoffload.wrappers import is_wrapper
@@ -25,6 +29,15 @@ def offload(model: nn.Module, *, fullgraph: bool = True, dynamic: bool | None = 
     """Compile a model for the CPU device. Segments run as they are unless `segment_compiler` says otherwise."""
     settings = {"onload_device": "cpu", "segment_compiler": "eager", "memory_budget": EVERYTHING, **options}
     return torch.compile(model, backend=fxoffload.layerwise, fullgraph=fullgraph, dynamic=dynamic, options=settings)
+
+
+def attached(model: nn.Module, part: float, **settings: Any) -> Any:
+    """Offload without a compiler, in a part of the weights and with late copies."""
+    budget = int(sum(align(t.numel() * t.element_size()) for _, t in tensors_below(model)) * part)
+    attachment = attach(model, OffloadConfig.from_options({"onload_device": "cpu", "memory_budget": budget, **settings}))
+    assert isinstance(attachment.engine.transfer, ThreadTransfer)
+    attachment.engine.transfer.delay_s = DELAY_S
+    return attachment
 
 
 def delay_copies(model: Any, seconds: float = DELAY_S) -> None:

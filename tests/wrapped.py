@@ -1,4 +1,4 @@
-"""Weights that consist of several tensors, of every kind: wrappers of torchao and of our own, packed bytes with a state beside."""
+"""Weights that consist of several tensors: wrappers of torchao and of our own, packed bytes with a state beside."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ D = 64
 aten = torch.ops.aten
 
 
-class Scaled(torch.Tensor):
-    """A wrapper: int8 `data` times a `scale` for every row. Operators that it does not know compute with its value."""
+class Opaque(torch.Tensor):
+    """A wrapper that does not say what it consists of: int8 data times a scale for every row.
+
+    Operators that it does not know compute with its value.
+    """
 
     data_: torch.Tensor
     scale: torch.Tensor
@@ -30,12 +33,26 @@ class Scaled(torch.Tensor):
         self.data_, self.scale = data_, scale
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Scaled:
+    def of(cls, tensor: torch.Tensor) -> Any:
         scale = tensor.abs().amax(1, keepdim=True) / 127
         return cls((tensor / scale).round().to(torch.int8), scale)
 
     def value(self) -> torch.Tensor:
         return self.data_.to(self.scale.dtype) * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.detach.default, aten.clone.default, aten.alias.default):
+            return cls(func(args[0].data_), func(args[0].scale))
+        if func is aten.copy_.default and type(args[1]) is cls:
+            args[0].data_.copy_(args[1].data_)
+            args[0].scale.copy_(args[1].scale)
+            return args[0]
+        return func(*(a.value() if isinstance(a, Opaque) else a for a in args), **(kwargs or {}))
+
+
+class Scaled(Opaque):
+    """The same, and says so."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_", "scale"], None
@@ -44,35 +61,18 @@ class Scaled(torch.Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> Any:
         return cls(inner["data_"], inner["scale"])
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parts = cls.__tensor_flatten__
-        if func in (aten.detach.default, aten.clone.default, aten.alias.default):
-            inner = {name: func(getattr(args[0], name)) for name in parts(args[0])[0]}
-            return cls.__tensor_unflatten__(inner, parts(args[0])[1], args[0].shape, args[0].stride())
-        if func is aten.copy_.default and type(args[1]) is cls:
-            for name in parts(args[0])[0]:
-                getattr(args[0], name).copy_(getattr(args[1], name))
-            return args[0]
-        return func(*(a.value() if isinstance(a, Scaled) else a for a in args), **(kwargs or {}))
-
 
 class Shifted(Scaled):
     """A wrapper in a wrapper: the value of `data_`, which is a `Scaled`, plus a `scale`, which is a shift here."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Shifted:
+    def of(cls, tensor: torch.Tensor) -> Any:
         shift = tensor.mean(1, keepdim=True)
-        return cls(Scaled.of(tensor - shift), shift)  # type: ignore[arg-type]
+        return cls(Scaled.of(tensor - shift), shift)
 
     def value(self) -> torch.Tensor:
-        return self.data_.value() + self.scale  # type: ignore[attr-defined]
-
-
-class Opaque(Scaled):
-    """Does not say what it consists of."""
-
-    __tensor_flatten__ = __tensor_unflatten__ = property()  # type: ignore[assignment]
+        inner: Any = self.data_
+        return inner.value() + self.scale
 
 
 class Fickle(Scaled):

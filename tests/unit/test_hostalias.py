@@ -224,7 +224,7 @@ PRIVATE = {
     "torch._dynamo.backends.debugging": ["aot_eager"],
     "torch._dispatch.python": ["enable_python_dispatcher"],
     "torch._dynamo.exc": ["TorchRuntimeError"],
-    "torch._guards": ["CompileContext", "TracingContext"],
+    "torch._guards": ["TracingContext"],
     "torch._inductor": ["list_mode_options"],
     "torch._inductor.compile_fx": ["compile_fx"],
     "torch._subclasses.fake_tensor": ["FakeTensorMode"],
