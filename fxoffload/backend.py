@@ -211,7 +211,7 @@ def attached_config(root: torch.nn.Module | None) -> OffloadConfig | None:
 
 def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
     """The onload device while tracing. Bad options are not reported here, inside Dynamo, but by `layerwise`."""
-    refuse_untraceable(running_roots())
+    refuse_untraceable(next(running_roots(), None))
     options = kwargs.get("options") or {}
     try:
         chosen = options.get("onload_device")

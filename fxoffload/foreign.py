@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,18 +39,17 @@ def refuse_foreign_hooks(root: torch.nn.Module) -> None:
         raise OffloadError(f"foreign: {where}: {what} moves its weights already; call {remedy} first")
 
 
-def refuse_untraceable(roots: Iterable[torch.nn.Module]) -> None:
-    """Raise TracingRefused for what Dynamo, which traces one of these modules, would give up without a name.
+def refuse_untraceable(root: torch.nn.Module | None) -> None:
+    """Raise TracingRefused for what Dynamo, which traces this module, would give up without a name.
 
     That is a weight that hooks convert in place, and one of a class that does not say what it consists of.
     """
     global _checked
     trace = TracingContext.try_get()
-    if trace is None or (_checked is not None and trace is _checked()):
+    if trace is None or root is None or (_checked is not None and trace is _checked()):
         return
     try:
-        for root in roots:
-            _refuse_untraceable(root)
+        _refuse_untraceable(root)
     except OffloadError as error:
         raise TracingRefused(str(error)) from None
     _checked = weakref.ref(trace)
@@ -61,9 +60,9 @@ def _refuse_untraceable(root: torch.nn.Module) -> None:
         if _casts(module):
             where = f"{type(root).__name__}.{name}" if name else type(root).__name__
             raise OffloadError(
-                f"foreign: {where}: layerwise casting of diffusers converts weights in place, which cannot be compiled; offload the "
-                "model without a compiler (fxoffload.layerwise_offload), or quantize it with torchao (Float8WeightOnlyConfig), "
-                "which streams as few bytes"
+                f"foreign: {where}: layerwise casting of diffusers converts weights in place, which cannot be compiled; offload "
+                "the model without a compiler (fxoffload.layerwise_offload), or quantize it with torchao "
+                "(Float8WeightOnlyConfig), which streams as few bytes"
             )
         for key, weight in module.named_parameters(name, recurse=False):
             refuse_opaque(key, weight)
