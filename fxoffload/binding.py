@@ -32,7 +32,7 @@ from fxoffload.staged import Staged
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
 from fxoffload.warmup import Warmup
-from fxoffload.wrappers import label, wrappers_around
+from fxoffload.wrappers import at, held_by, label
 
 
 class Binding(Planned):
@@ -53,19 +53,17 @@ class Binding(Planned):
         found = [(k, p, engine.store.find(t)) for k, (p, t) in enumerate(tensors.items())]
         self._checked = [(k, packed) for k, _, packed in found if packed is not None]
         """The weights that have bytes, by their index among the places."""
-        held: dict[Source, list[int]] = {}
-        for k, p in enumerate(p for _, p, packed in found if packed is not None):
-            for path in wrappers_around(p.path):
-                held.setdefault(Source(p.position, path=path), []).append(k)
-        self._wrappers = tuple(held)
+        held = held_by((p.position, p.path) for _, p, packed in found if packed is not None)
+        self._wrappers = [(position, path) for position, path in held]
         # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
         for _, packed in self._checked:
             engine.forget(packed)
         checked = [t for (_, _, packed), t in zip(found, tensors.values(), strict=True) if packed is not None]
-        wrappers = [(w.of(args[w.position]), indices) for w, indices in held.items()]
-        for wrapper, _ in wrappers:
+        wrappers = self._wrappers_in(args)
+        for wrapper in wrappers:
             label(wrapper, torch.device("cpu"))
-        self._watch = EditWatch(checked, [packed.view for _, packed in self._checked], wrappers)
+        views = [packed.view for _, packed in self._checked]
+        self._watch = EditWatch(checked, views, list(zip(wrappers, held.values(), strict=True)))
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._sizes = Sizes(program)
@@ -168,7 +166,7 @@ class Binding(Planned):
         shared = engine.shared_budget(self.config)
         with engine.lock, shared.lock if shared is not None else nullcontext():
             tensors = [weights[k] for k, _ in self._checked]
-            wrappers = [w.of(args[w.position]) for w in self._wrappers]
+            wrappers = self._wrappers_in(args)
             self._see_edits(self._watch, [packed for _, packed in self._checked], tensors, wrappers)
             if self._sizes.changed(args):
                 self._resize()
@@ -199,6 +197,10 @@ class Binding(Planned):
         if target is not None:
             outputs = tuple(value.to(target) if isinstance(value, torch.Tensor) else value for value in outputs)
         return outputs
+
+    def _wrappers_in(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """Those among a call's arguments, and in these."""
+        return [at(args[position], path) for position, path in self._wrappers]
 
     def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor], wrappers: Sequence[torch.Tensor]) -> None:
         """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""

@@ -138,9 +138,10 @@ class Attachment:
         return found
 
     def _see_structure(self) -> None:
-        """Find the units again when a module, a parameter or a buffer was replaced, added or taken away."""
+        """Find the units again when a module, a parameter, a buffer or a part of one was replaced, added or taken away."""
         root = self.root
-        if _is_as_it_was(self._structure) and all(id(part.tensor) == key for key, part in self._parts.items()):
+        same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure)
+        if same and all(id(part.tensor) == key for key, part in self._parts.items()):
             return
         self._unhook()
         self._given = None
@@ -355,10 +356,6 @@ def _is_called(module: torch.nn.Module, *, beyond: bool) -> bool:
         found += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
         frame = frame.f_back
     return found > int(beyond)
-
-
-def _is_as_it_was(structure: list[tuple[dict[str, Any], tuple[Any, ...]]]) -> bool:
-    return all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in structure)
 
 
 def _structure(root: torch.nn.Module) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:

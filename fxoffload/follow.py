@@ -22,7 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from fxoffload.store import HostTensor, HostWeight, overlapping
 from fxoffload.transfer import Slot
 from fxoffload.units import Named, Units
 from fxoffload.warmup import Warmup
-from fxoffload.wrappers import Part, Path, find_parts, label, wrappers_around
+from fxoffload.wrappers import Part, Path, find_parts, held_by, label
 
 _SMALL_NBYTES = 1 << 20
 """Buffers below are resident: models write to them, and read them anywhere."""
@@ -104,6 +104,7 @@ class _Forward:
 
     ordered: bool
     follows: bool
+    wrappers: list[torch.Tensor]
     position: int = 0
     observed: list[int] = field(default_factory=list)
     running: list[_Running] = field(default_factory=list)
@@ -140,22 +141,18 @@ class Follower(Planned):
         self._by_id = {id(tensor): p for p, tensor in zip(self._packed, self.tensors(), strict=True)}
         self._statistics = [(weakref.ref(m), p) for m in root.modules() for p in self._statistics_of(m)]
         self._whole: dict[int, HostWeight] = {id(p): engine.store.whole(p) for p in self._packed if p.parts and p.view.numel()}
-        wrappers: dict[tuple[int, Path], Part] = {}
-        held: dict[tuple[int, Path], list[int]] = {}
-        for k, part in ((k, part) for k, p in enumerate(self._packed) if (part := self._parts.get(id(p))) and part.wrapped):
-            for path in wrappers_around(part.path):
-                wrappers.setdefault((id(part.weight), path), replace(part, path=path))
-                held.setdefault((id(part.weight), path), []).append(k)
-        self._wrappers = list(wrappers.values())
-        self._around: dict[int, list[Part]] = {}
-        for key, indices in held.items():
+        held = held_by(self._place(p) for p in self._packed)
+        self._wrappers = [Part(module, "", key, path) for (module, key), path in held]
+        self._around: dict[int, list[int]] = {}
+        """The wrappers, by their index, that a tensor is in."""
+        for i, indices in enumerate(held.values()):
             for k in indices:
-                self._around.setdefault(id(self._packed[k]), []).append(wrappers[key])
-        for wrapper in self.wrappers():
+                self._around.setdefault(id(self._packed[k]), []).append(i)
+        wrappers = self.wrappers()
+        for wrapper in wrappers:
             label(wrapper, torch.device("cpu"))
-        self._watch = EditWatch(
-            self.tensors(), [p.view for p in self._packed], list(zip(self.wrappers(), held.values(), strict=True))
-        )
+        views = [p.view for p in self._packed]
+        self._watch = EditWatch(self.tensors(), views, list(zip(wrappers, held.values(), strict=True)))
         self._cast = {id(self._by_id[id(t)]) for t in cast_weights(root) if id(t) in self._by_id}
         """Weights that hooks convert around every use, and back."""
         for packed in self._packed:
@@ -176,6 +173,11 @@ class Follower(Planned):
         self._forward: _Forward | None = None
         self._changed = False
         """Whether the order or what is resident changed since the costs were priced."""
+
+    def _place(self, packed: HostTensor) -> tuple[Any, Path]:
+        """What holds the wrapper that a tensor is in, and the path from there; an empty one for a tensor that is in none."""
+        part = self._parts.get(id(packed))
+        return ((part.module, part.key), part.path) if part is not None and part.wrapped else (None, ())
 
     def _statistics_of(self, module: torch.nn.Module) -> list[HostTensor]:
         """Buffers that batch norm writes in training mode, which no version counter shows."""
@@ -273,7 +275,8 @@ class Follower(Planned):
     def begin(self, inputs: Sequence[torch.Tensor], *, ordered: bool) -> None:
         """A forward begins, with these inputs on the device. `ordered`: it is a whole one, whose order counts."""
         engine = self.engine
-        self._see_edits(self._watch, self._packed, self.tensors(), self.wrappers())
+        wrappers = self.wrappers()
+        self._see_edits(self._watch, self._packed, self.tensors(), wrappers)
         fresh = self.plan is None
         if self.plan is None:
             self.replan()
@@ -292,7 +295,8 @@ class Follower(Planned):
             engine.present = self._slots.restore(engine.present)
         engine.current = None
         views = self._rest_views
-        self._forward = _Forward(ordered, ordered, views=views, versions=self._versions(views))
+        self._forward = _Forward(ordered, ordered, wrappers, views=views)
+        self._forward.versions = self._versions(views)
         self._put_in(views)
 
     def looking(self) -> AbstractContextManager[object]:
@@ -477,11 +481,12 @@ class Follower(Planned):
     def _label(self, packed: Sequence[HostTensor], device: torch.device) -> None:
         """Let the wrappers of these tensors say that they are where these are."""
         if self._around and self.engine.device.type != "cpu":
-            for part in {id(part): part for p in packed for part in self._around.get(id(p), ())}.values():
-                label(part.tensor, device)
+            for i in {i for p in packed for i in self._around.get(id(p), ())}:
+                label(self._now.wrappers[i], device)
 
     def _versions(self, views: Views) -> list[Version]:
-        return [(version_of(_tensor(p)), *(version_of(part.tensor) for part in self._around.get(id(p), ()))) for p, _ in views]
+        wrappers, around = self._now.wrappers, self._around
+        return [(version_of(_tensor(p)), *(version_of(wrappers[i]) for i in around.get(id(p), ()))) for p, _ in views]
 
     def _write_back(self, views: Views, versions: Sequence[Version]) -> None:
         """Bring tensors whose versions moved to the host; they are resident from the next forward on."""

@@ -20,10 +20,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -92,15 +92,10 @@ class Part:
     wrapped: bool = False
 
     @property
-    def weight(self) -> Any:
-        """The weight as it is now, or None."""
-        return getattr(self.module(), self.key, None)
-
-    @property
     def tensor(self) -> Any:
-        """The part as it is now, or None."""
+        """The tensor that is there now, or None."""
         try:
-            return at(self.weight, self.path)
+            return attrgetter(".".join((self.key, *self.path)))(self.module())
         except AttributeError:
             return None
 
@@ -114,7 +109,7 @@ def find_parts(root: torch.nn.Module, device: torch.device) -> dict[int, Part]:
     for path, module in root.named_modules():
         for part, plain in own_parts(module, path):
             if part.path:
-                refuse_mesh(part.name, part.weight, device)
+                refuse_mesh(part.name, getattr(module, part.key), device)
                 found.setdefault(id(plain), part)
     return found
 
@@ -164,9 +159,16 @@ def inner_name(name: str, path: Path) -> str:
     return ".".join((name, *path))
 
 
-def wrappers_around(path: Path) -> list[Path]:
-    """Where the wrappers lie that an inner tensor at `path` is in, the outermost first."""
-    return [path[:depth] for depth in range(len(path))]
+Owner = TypeVar("Owner", bound=Hashable)
+
+
+def held_by(places: Iterable[tuple[Owner, Path]]) -> dict[tuple[Owner, Path], list[int]]:
+    """The wrappers that tensors are in, with the indices of these. Places are paths from what holds the outermost wrapper."""
+    held: dict[tuple[Owner, Path], list[int]] = {}
+    for k, (owner, path) in enumerate(places):
+        for depth in range(len(path)):
+            held.setdefault((owner, path[:depth]), []).append(k)
+    return held
 
 
 def label(wrapper: torch.Tensor, device: torch.device) -> None:
@@ -188,6 +190,8 @@ def _bare(
 
 def on_device(context: Any, device: torch.device, host: torch.device) -> Any:
     """What a class needs to make a wrapper, with `device` wherever it names the host."""
+    if device == host:
+        return context
     if isinstance(context, torch.device):
         return device if context == host else context
     if isinstance(context, dict):
