@@ -192,8 +192,8 @@ def _close(store: HostStore, transfer: Transfer) -> None:
 
 def find_engine(tensors: Sequence[torch.Tensor]) -> Engine | None:
     """The engine that packed one of these weights, or None."""
-    for tensor in plain_tensors(tensors):
-        engine: Any = _engine_of_weight.get(tensor)
+    for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
+        engine: Any = _engine_of_weight.get(plain)
         if engine is not None:
             return engine
     return None
