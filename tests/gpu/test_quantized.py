@@ -3,7 +3,6 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -28,15 +27,12 @@ ON_DEVICE = ["int8", "float8", "nf4", "scaled", "nested", "packed", "bytes"]
 
 def pair(kind: str) -> tuple[Any, nn.Module]:
     """A model on the host, and one like it on the device."""
-    model = KINDS[kind][0]()
-    return model, copy.deepcopy(model).to(DEVICE) if kind != "packed" else on_device(copy.deepcopy(model))
-
-
-def on_device(model: nn.Module) -> nn.Module:
-    """What `to` does, which knows nothing of tensors beside a weight."""
-    for _, tensor in tensors_below(model):
+    make, _ = KINDS[kind]
+    reference = make().to(DEVICE)
+    for _, tensor in tensors_below(reference):
+        # Those beside a weight are unknown to `to`.
         tensor.data = tensor.data.to(DEVICE)
-    return model
+    return make(), reference
 
 
 def given(model: nn.Module, k: int) -> torch.Tensor:
