@@ -30,10 +30,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxoffload.errors import WeightError
 
+Owner = TypeVar("Owner", bound=Hashable)
 Path = tuple[str, ...]
 
 PARTS = "fxoffload_parts"
 """Metadata of a node that makes a weight from placeholders: their names."""
+_STATE = "quant_state"
+"""What layers of packed weights call the object that is needed to read them."""
+_DEPTH = 4
+"""How deep objects beside a weight are looked into."""
+_REMEDY = "leave that module out of the model, or load it unquantized"
 
 
 def is_wrapper(value: object) -> bool:
@@ -122,26 +128,15 @@ def own_parts(module: torch.nn.Module, path: str = "") -> Iterator[tuple[Part, t
     plain = ((key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor))
     where = weakref.ref(module)
     for key, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False), *plain):
-        name = f"{path}.{key}" if path else key
-        wrapped = is_wrapper(weight)
-        found = (
-            inner_tensors(name, weight) if wrapped else (*inner_tensors(name, weight), *_below(name, (), weight, {id(weight)}))
-        )
-        yield from ((Part(where, inner_name(name, inner), key, inner, wrapped), tensor) for inner, tensor in found)
+        name, wrapped = f"{path}.{key}" if path else key, is_wrapper(weight)
+        beside = () if wrapped else _below(name, (), weight, {id(weight)})
+        for inner, tensor in (*inner_tensors(name, weight), *beside):
+            yield Part(where, inner_name(name, inner), key, inner, wrapped), tensor
     state = vars(module).get(_STATE)
     if state is not None and not isinstance(state, torch.Tensor):
         name = f"{path}.{_STATE}" if path else _STATE
-        yield from ((Part(where, inner_name(name, inner), _STATE, inner), t) for inner, t in _below(name, (), state, set()))
-
-
-def refuse_mesh(name: str, weight: Any, device: torch.device) -> None:
-    """Raise WeightError for a distributed weight that is to compute on another kind of device than its mesh is of."""
-    kind = getattr(getattr(weight, "device_mesh", None), "device_type", device.type)
-    if kind != device.type:
-        raise WeightError(
-            f"weights: {name}: a {type(weight).__name__} on a mesh of {kind!r} cannot compute on {str(device)!r}; "
-            f"make its mesh of {device.type!r}"
-        )
+        for inner, tensor in _below(name, (), state, set()):
+            yield Part(where, inner_name(name, inner), _STATE, inner), tensor
 
 
 def flatten(wrapper: Any) -> tuple[list[str], Any]:
@@ -157,9 +152,6 @@ def at(tensor: torch.Tensor, path: Path) -> torch.Tensor:
 
 def inner_name(name: str, path: Path) -> str:
     return ".".join((name, *path))
-
-
-Owner = TypeVar("Owner", bound=Hashable)
 
 
 def held_by(places: Iterable[tuple[Owner, Path]]) -> dict[tuple[Owner, Path], list[int]]:
@@ -205,13 +197,6 @@ def on_device(context: Any, device: torch.device, host: torch.device) -> Any:
     return context
 
 
-_STATE = "quant_state"
-"""What layers of packed weights call the object that is needed to read them."""
-_DEPTH = 4
-"""How deep objects beside a weight are looked into."""
-_REMEDY = "leave that module out of the model, or load it unquantized"
-
-
 def refuse_opaque(name: str, tensor: torch.Tensor) -> None:
     """Raise WeightError for a tensor subclass that acts as a wrapper does, but does not say what it consists of."""
     kind: Any = type(tensor)
@@ -219,4 +204,14 @@ def refuse_opaque(name: str, tensor: torch.Tensor) -> None:
         raise WeightError(
             f"weights: {name}: {kind.__name__} is a tensor subclass without __tensor_flatten__ and __tensor_unflatten__, so what "
             f"it consists of is unknown; give the class these two methods, or {_REMEDY}"
+        )
+
+
+def refuse_mesh(name: str, weight: Any, device: torch.device) -> None:
+    """Raise WeightError for a distributed weight that is to compute on another kind of device than its mesh is of."""
+    kind = getattr(getattr(weight, "device_mesh", None), "device_type", device.type)
+    if kind != device.type:
+        raise WeightError(
+            f"weights: {name}: a {type(weight).__name__} on a mesh of {kind!r} cannot compute on {str(device)!r}; "
+            f"make its mesh of {device.type!r}"
         )
