@@ -25,7 +25,7 @@ from fxoffload.eager import attachment_of
 from fxoffload.engine import available_device
 from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.facts import Facts
-from fxoffload.foreign import refuse_foreign_hooks
+from fxoffload.foreign import refuse_foreign_hooks, refuse_untraceable
 from fxoffload.hostalias import is_weight, placeholder_source, register_alias
 from fxoffload.lower import compile_segments
 from fxoffload.machine import Machine
@@ -35,13 +35,15 @@ from fxoffload.pack import pack_program
 from fxoffload.passes.base import copy_graph
 from fxoffload.price import price
 from fxoffload.program import Program, input_names
-from fxoffload.read import read_facts
+from fxoffload.read import name_of, read_facts
 from fxoffload.rows import Source, split_rows
 from fxoffload.select import selected_weights
 from fxoffload.sink import sink_views
 from fxoffload.sizes import show_size
 from fxoffload.split import crossing_weights, split_graph
+from fxoffload.storages import nbytes_of
 from fxoffload.units import declared_paths
+from fxoffload.unwrap import unwrap
 
 BACKEND = "layerwise"
 _LARGEST_BUCKET_NBYTES = 112 << 20
@@ -111,8 +113,13 @@ def analyse(
     names = tensor_names(root)
     _warn_of_break(reason, reals, root, names)
     selected = selected_weights(config, root)
-    limit_nbytes = _bucket_limit(config, sum(t.numel() * t.element_size() for t in reals.values()))
-    inputs, sources = split_rows(gm, example_inputs, limit_nbytes, is_weight)
+    plain, places, inner_names = unwrap(
+        gm, example_inputs, onload, is_weight=is_weight, name_of=lambda n, t: name_of(n, t, names)
+    )
+    names = {**inner_names, **names}
+    limit_nbytes = _bucket_limit(config, nbytes_of(reals.values()))
+    inputs, cuts = split_rows(gm, plain, limit_nbytes, is_weight)
+    sources = [dataclasses.replace(places[cut.position], rows=cut.rows) for cut in cuts]
     sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
     facts = read_facts(gm, inputs, onload, names, allow_meta=not runs)
     watch.lap("facts")
@@ -136,7 +143,7 @@ def analyse(
         top=top,
         config=config,
         onload=onload,
-        weight_positions=tuple(dict.fromkeys(source.position for source in weight_sources)),
+        places=tuple(dict.fromkeys(source.whole for source in weight_sources)),
         sources=weight_sources,
         inputs=passed,
         output_device=output_device,
@@ -178,7 +185,7 @@ def _kept(
     if selected is None:
         return frozenset()
     pairs = zip(facts.weights, sources, strict=True)
-    return frozenset(w.placeholder for w, source in pairs if id(example_inputs[source.position]) not in selected)
+    return frozenset(w.placeholder for w, source in pairs if id(source.whole.of(example_inputs[source.position])) not in selected)
 
 
 class _Watch:
@@ -209,6 +216,7 @@ def attached_config(root: torch.nn.Module | None) -> OffloadConfig | None:
 
 def _alias_device(kwargs: Mapping[str, Any]) -> torch.device:
     """The onload device while tracing. Bad options are not reported here, inside Dynamo, but by `layerwise`."""
+    refuse_untraceable(next(running_roots(), None))
     options = kwargs.get("options") or {}
     try:
         chosen = options.get("onload_device")
@@ -274,7 +282,7 @@ def _warn_of_break(
     _warned_breaks.add(where)
     if root is not None:
         _warned_models.add(root)
-    nbytes = sum(t.numel() * t.element_size() for t in weights.values())
+    nbytes = nbytes_of(weights.values())
     warnings.warn(
         f"backend: {what}: the graphs on both sides are planned apart, so nothing is prefetched across the break, and their "
         f"weights ({show_size(nbytes)} in this one) are copied again at every call; remove the break (fullgraph=True finds it)",

@@ -31,28 +31,44 @@ from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program, picker
 from fxoffload.resize import WORTH, Sizes, estimate
+from fxoffload.rows import Source
 from fxoffload.staged import Staged, Watcher, write_plan
 from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
 from fxoffload.transfer import Transfer
 from fxoffload.warmup import Warmup
+from fxoffload.wrappers import held_by, label
 
 
 class Binding(Planned):
     """One program with the weights of one engine. Programs find it weakly."""
 
-    def __init__(self, program: Program, engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
-        """`tensors` and `names` (qualified names) of the weights by their position among a call's arguments."""
+    def __init__(
+        self,
+        program: Program,
+        engine: Engine,
+        args: Sequence[Any],
+        tensors: Mapping[Source, torch.Tensor],
+        names: Mapping[Source, str],
+    ) -> None:
+        """`args` of a call, and of the weights among them, by their places: the plain tensors and their qualified names."""
         self.program = program
         self.ids = tuple(map(id, tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
-        self._checked = [(i, packed) for i, tensor in tensors.items() if (packed := engine.store.find(tensor)) is not None]
-        self._packed = [packed for _, packed in self._checked]
-        self._pick = picker([i for i, _ in self._checked])
+        bound = [(place, t, packed) for place, t in tensors.items() if (packed := engine.store.find(t)) is not None]
+        self._packed = [packed for _, _, packed in bound]
+        self._bound = [id(t) for _, t, _ in bound]
+        self._pick = picker([place for place, _, _ in bound])
+        held = held_by((place.position, place.path) for place, _, _ in bound)
+        self._pick_wrappers = picker([Source(position, path=path) for position, path in held])
         # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
         for packed in self._packed:
             engine.forget(packed)
-        self._watch = EditWatch([tensors[i] for i, _ in self._checked], [packed.view for packed in self._packed])
+        wrappers = self._pick_wrappers(args)
+        for wrapper in wrappers:
+            label(wrapper, torch.device("cpu"))
+        views = [packed.view for packed in self._packed]
+        self._watch = EditWatch([t for _, t, _ in bound], views, list(zip(wrappers, held.values(), strict=True)))
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._sizes = Sizes(program)
@@ -86,10 +102,9 @@ class Binding(Planned):
 
     def is_stale(self) -> bool:
         """Whether one of the bound tensors is gone, or no longer the weight that it was."""
-        ids = dict(zip(self.program.weight_positions, self.ids, strict=True))
-        for i, packed in self._checked:
+        for key, packed in zip(self._bound, self._packed, strict=True):
             tensor = packed.tensor()
-            if tensor is None or id(tensor) != ids[i] or self.engine.store.find(tensor) is not packed:
+            if tensor is None or id(tensor) != key or self.engine.store.find(tensor) is not packed:
                 return True
         return False
 
@@ -177,8 +192,8 @@ class Binding(Planned):
         inputs = [args[position] for position, _, _ in self.program.inputs]
         shared = engine.shared_budget(self.config)
         with engine.lock, shared.lock if shared is not None else nullcontext():
-            tensors = self._pick(args)
-            self._see_edits(self._watch, self._packed, tensors)
+            tensors, wrappers = self._pick(args), self._pick_wrappers(args)
+            self._see_edits(self._watch, self._packed, tensors, wrappers)
             if self._sizes.changed(args):
                 self._resize()
             fresh = self.plan is None
@@ -199,7 +214,7 @@ class Binding(Planned):
             try:
                 outputs = forward(*inputs)
             finally:
-                self._write_back(staged, tensors)
+                self._write_back(staged, tensors, wrappers)
             engine.forwards += 1
             engine.current, self._last = self, staged
             if self._graphs is not None:
@@ -237,14 +252,14 @@ class Binding(Planned):
         else:
             self.engine.replays += 1
 
-    def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor]) -> None:
+    def _write_back(self, staged: Staged, tensors: Sequence[torch.Tensor], wrappers: Sequence[torch.Tensor]) -> None:
         """Bring what the model wrote to its buffers to the host, also when it raised half way: as far as it came, it counts."""
         if self._mutated:
             with torch.inference_mode():
                 for weight in self._mutated:
                     elements(weight.whole.view).copy_(elements(staged.view(weight, None)))
             # What we wrote is no edit.
-            self._watch.written(tensors)
+            self._watch.written(tensors, wrappers)
 
     def _take_activations(self, nbytes: int) -> None:
         self.engine.measured[self.program] = nbytes / max(estimate(self.costs), 1)

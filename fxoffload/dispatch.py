@@ -13,6 +13,7 @@ from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.owner import owner_of, tensor_names
 from fxoffload.planned import Retied
 from fxoffload.program import Program, picker
+from fxoffload.rows import Source
 
 
 class Dispatch:
@@ -21,7 +22,7 @@ class Dispatch:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._bindings: weakref.WeakValueDictionary[tuple[int, ...], Binding] = weakref.WeakValueDictionary()
-        self._pick = picker(program.weight_positions)
+        self._pick = picker(program.places)
         self._weightless: list[Engine] = []
         """Engines that no weight keeps alive, because the graph has none with bytes."""
 
@@ -38,7 +39,7 @@ class Dispatch:
         """Bind the program to the weights among these arguments, in the engine of the model that they belong to."""
         engine, tensors, names = place(self.program, args)
         with engine.lock:
-            binding = Binding(self.program, engine, tensors, names)
+            binding = Binding(self.program, engine, args, tensors, names)
             engine.planned = [b for b in engine.planned if not b.is_stale()]
             engine.planned.append(binding)
             self._bindings[binding.ids] = binding
@@ -47,28 +48,28 @@ class Dispatch:
         return binding
 
 
-def place(program: Program, args: Any) -> tuple[Engine, dict[int, torch.Tensor], dict[int, str]]:
-    """The engine for the weights among a call's arguments, and these weights and their qualified names by position."""
-    tensors: dict[int, torch.Tensor] = {i: args[i] for i in program.weight_positions}
-    root = owner_of(next(iter(tensors.values()))) if tensors else None
+def place(program: Program, args: Any) -> tuple[Engine, dict[Source, torch.Tensor], dict[Source, str]]:
+    """The engine for the weights among a call's arguments, and these weights and their qualified names by place."""
+    tensors: dict[Source, torch.Tensor] = {p: p.of(args[p.position]) for p in program.places}
+    root = owner_of(args[program.places[0].position]) if tensors else None
     engine = engine_for(list(tensors.values()), root, program.config, program.onload)
     known = tensor_names(root)
-    traced = {source.position: w.name for w, source in zip(program.facts.weights, program.sources, strict=True)}
-    names = {i: known.get(id(t), traced[i]) for i, t in tensors.items()}
+    traced = {source.whole: w.name for w, source in zip(program.facts.weights, program.sources, strict=True)}
+    names = {p: known.get(id(t), traced[p]) for p, t in tensors.items()}
     if root is not None:
         with engine.lock:
             _take_places(engine, tensors, names)
     return engine, tensors, names
 
 
-def _take_places(engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
+def _take_places(engine: Engine, tensors: Mapping[Source, torch.Tensor], names: Mapping[Source, str]) -> None:
     """A parameter that was replaced by another, or swapped with one, moves into the bytes of its name: plans stay as they are.
 
     Not where weights share bytes: those stay together.
     """
     store = engine.store
     by_name = store.by_name()
-    pairs = [(by_name.get(names[i]), tensor) for i, tensor in tensors.items()]
+    pairs = [(by_name.get(names[p]), tensor) for p, tensor in tensors.items()]
     moved = [(packed, t) for packed, t in pairs if packed is not None and packed.tensor() is not t and packed.is_like(t)]
     places, coming = [packed for packed, _ in moved], [tensor for _, tensor in moved]
     homes = [home for tensor in coming if (home := store.find(tensor)) is not None]

@@ -35,6 +35,7 @@ from fxoffload.foreign import refuse_foreign_hooks
 from fxoffload.hostalias import is_tracing
 from fxoffload.planned import Retied
 from fxoffload.units import Units, find_units, split_limit
+from fxoffload.wrappers import find_parts
 
 ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
 """Methods that callers begin with, where a model has them."""
@@ -83,7 +84,7 @@ class Attachment:
         """The unit that was called outside all entries."""
         try:
             self.units = self._find()
-            self._structure = _structure(root)
+            self._structure, self._parts = _structure(root), find_parts(root, self.engine.device)
             if config.eager_offload:
                 self._follower("forward")
             self._stand_in(root)
@@ -141,14 +142,15 @@ class Attachment:
         return found
 
     def _see_structure(self) -> None:
-        """Find the units again when a module, a parameter or a buffer was replaced, added or taken away."""
+        """Find the units again when a module, a parameter, a buffer or a part of one was replaced, added or taken away."""
         root = self.root
-        if all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure):
+        same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure)
+        if same and all(id(part.tensor) == key for key, part in self._parts.items()):
             return
         self._unhook()
         self._given = None
         self.units = self._find()
-        self._structure = _structure(root)
+        self._structure, self._parts = _structure(root), find_parts(root, self.engine.device)
         self.engine.planned = [p for p in self.engine.planned if p not in self._followers.values()]
         self._followers.clear()
         self._stand_in(root)
@@ -273,7 +275,7 @@ class Attachment:
                 self.engine.lock.release()
 
     def _refuse_gradients(self, follower: Follower) -> None:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in follower.tensors()):
+        if torch.is_grad_enabled() and follower.requires_grad:
             raise GradientError(
                 f"eager: {type(self.root).__name__}: its weights require gradients, and weights are streamed for inference only; "
                 "call the model under torch.no_grad() or torch.inference_mode()"

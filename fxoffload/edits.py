@@ -74,11 +74,22 @@ class _Probe:
 
 
 class EditWatch:
-    """Remembers the weights of one graph, which lie in the host store at `views`, as they were."""
+    """Remembers the weights of one graph, which lie in the host store at `views`, as they were.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    `wrappers`: those that hold some of the weights, with the indices of these. An in-place operator on a wrapper, such as
+    `load_state_dict` calls, raises its counter and none of those inside.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
+        wrappers: Sequence[tuple[torch.Tensor, Sequence[int]]] = (),
+    ) -> None:
         self._pointers = [view.data_ptr() for view in views]
-        self._versions = _versions(tensors)
+        self._versions = _versions([*tensors, *(wrapper for wrapper, _ in wrappers)])
+        self._counted: list[Sequence[int]] = [*((k,) for k in range(len(tensors))), *(held for _, held in wrappers)]
+        """The weights that each of these counters stands for."""
         self._probe = _Probe(views) if any(view.numel() for view in views) else None
         self._known = self._probe.read() if self._probe is not None else torch.empty(0)
 
@@ -89,12 +100,13 @@ class EditWatch:
             return []
         return [k for k, (now, then) in enumerate(zip(pointers, self._pointers, strict=True)) if now != then]
 
-    def written(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def written(self, tensors: Sequence[torch.Tensor], wrappers: Sequence[torch.Tensor] = ()) -> list[int]:
         """Indices of the weights whose values changed since the last question."""
         found: set[int] = set()
-        versions = _versions(tensors)
+        versions = _versions([*tensors, *wrappers])
         if versions != self._versions:
-            found.update(k for k, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then)
+            changes = zip(versions, self._versions, self._counted, strict=True)
+            found.update(k for now, then, held in changes if now != then for k in held)
             self._versions = versions
         if self._probe is not None:
             values = self._probe.read()

@@ -24,6 +24,7 @@ from fxoffload.debug import logger, switches
 from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
 from fxoffload.hostmemory import host_memory
 from fxoffload.sizes import show_size
+from fxoffload.storages import nbytes_of, plain_tensors
 from fxoffload.store import HostStore, HostTensor
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
@@ -121,7 +122,7 @@ class Engine:
             _engine_of_weight[tensor] = self
 
     def log_takeover(self, devices: Sequence[str], tensors: Iterable[torch.Tensor]) -> None:
-        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        nbytes = nbytes_of(tensors)
         logger.info(
             "engine: weights on %s (%d bytes) moved to the host store; they come back where the budget has room",
             ", ".join(devices),
@@ -235,8 +236,8 @@ def _close(store: HostStore, transfer: Transfer) -> None:
 
 def find_engine(tensors: Sequence[torch.Tensor]) -> Engine | None:
     """The engine that packed one of these weights, or None."""
-    for tensor in tensors:
-        engine: Any = _engine_of_weight.get(tensor)
+    for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
+        engine: Any = _engine_of_weight.get(plain)
         if engine is not None:
             return engine
     return None

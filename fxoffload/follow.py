@@ -10,7 +10,7 @@ segments: the order that the first forward showed. In each later forward the uni
                                then extended, so that the next such forward is followed
 
 A weight that is read while its unit does not run (`F.linear(x, self.embedding.weight)`) is seen in the first forward, and stays
-resident from then on. While nothing runs, every tensor of the model is what it is in the host store.
+resident from then on. Where each tensor is meanwhile is what `managed` knows.
 """
 
 # Private names of torch: version counters. Checked on torch 2.11 and 2.13.
@@ -18,7 +18,6 @@ resident from then on. While nothing runs, every tensor of the model is what it 
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -30,19 +29,18 @@ from torch.overrides import TorchFunctionMode
 
 from fxoffload.config import OffloadConfig
 from fxoffload.cost import BucketCost, Costs, SegmentCost
-from fxoffload.edits import EditWatch, elements, version_of
 from fxoffload.engine import Engine
 from fxoffload.errors import BudgetError
 from fxoffload.machine import Machine
-from fxoffload.pack import is_small_buffer, pack_units
+from fxoffload.managed import Managed, Version, Views
 from fxoffload.plan import Load
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.sequence import find_next, merge
 from fxoffload.slots import Slots
-from fxoffload.store import HostTensor, HostWeight
+from fxoffload.store import HostTensor
 from fxoffload.transfer import Slot
-from fxoffload.units import Named, Units
+from fxoffload.units import Units
 from fxoffload.warmup import Warmup
 
 _METADATA = frozenset(
@@ -64,8 +62,6 @@ _METADATA = frozenset(
 )
 """Questions about a weight that the host's copy answers as well as the device's."""
 
-Views = list[tuple[HostTensor, torch.Tensor]]
-
 
 @dataclass(slots=True, eq=False)
 class _Step:
@@ -85,7 +81,7 @@ class _Running:
     views: Views
     step: _Step | None
     slots: list[Slot]
-    versions: list[int | None]
+    versions: list[Version]
     start: Any
 
 
@@ -93,7 +89,7 @@ class _Running:
 class _Forward:
     """How far a forward has come.
 
-    `ordered`: its order counts. `follows`: it is by the plan still. `present`: what is on the device now, by `id`.
+    `ordered`: its order counts. `follows`: it is by the plan still.
     """
 
     ordered: bool
@@ -103,14 +99,13 @@ class _Forward:
     running: list[_Running] = field(default_factory=list)
     waited: set[str] = field(default_factory=set)
     views: Views = field(default_factory=list)
-    versions: list[int | None] = field(default_factory=list)
-    present: dict[int, HostTensor] = field(default_factory=dict)
+    versions: list[Version] = field(default_factory=list)
 
 
 class Follower(Planned):
     """One way through a model: its forward, or another method that callers begin with.
 
-    Holds no module and no tensor of the model strongly, since the engine, which lives as long as they do, holds it.
+    Holds no module of the model strongly, since the engine, which lives as long as its weights do, holds it.
     """
 
     _estimates = False
@@ -121,21 +116,11 @@ class Follower(Planned):
         """Packs what is not in the store yet. `measures`: learn in the first forwards what they take besides the arena."""
         self._machine = machine
         self._names = tuple(unit.name for unit in units.units)
-        pack_units(engine, units)
-        empty: dict[int, HostTensor] = {}
-        self._units = [_found(engine, unit.tensors, empty) for unit in units.units]
-        rest = _found(engine, units.rest, empty)
-        self._packed = _distinct([p for packed in (*self._units, rest) for p in packed])
-        self._rest = _distinct([*rest, *(p for p in self._packed if _is_small_buffer(p))])
-        """Resident, and on the device as long as a forward runs."""
-        self._by_id = {id(tensor): p for p, tensor in zip(self._packed, self.tensors(), strict=True)}
-        self._statistics = [(weakref.ref(m), p) for m in root.modules() for p in self._statistics_of(m)]
-        self._whole: dict[int, HostWeight] = {id(p): engine.store.whole(p) for p in self._packed if p.parts and p.view.numel()}
-        self._watch = EditWatch(self.tensors(), [p.view for p in self._packed])
-        for packed in self._packed:
+        self._managed = Managed(engine, root, units)
+        for packed in self._managed.packed:
             # What the arena holds of these weights was copied before edits that this one cannot know of.
             engine.forget(packed)
-        self.order: tuple[int, ...] = tuple(range(len(self._units)))
+        self.order: tuple[int, ...] = tuple(range(len(units.units)))
         self._known = False
         """Whether a forward has shown the order; until then it is that of definition."""
         self._looks = True
@@ -151,41 +136,36 @@ class Follower(Planned):
         self._changed = False
         """Whether the order or what is resident changed since the costs were priced."""
 
-    def _statistics_of(self, module: torch.nn.Module) -> list[HostTensor]:
-        """Buffers that batch norm writes in training mode, which no version counter shows."""
-        if not isinstance(module, torch.nn.modules.batchnorm._NormBase) or not module.track_running_stats:
-            return []
-        return [p for t in module.buffers() if (p := self._by_id.get(id(t))) is not None]
-
     @property
     def machine(self) -> Machine:
         return self._machine
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the model that are managed, each once."""
-        return [_tensor(p) for p in self._packed]
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one of the weights does."""
+        return any(t.requires_grad for t in (*self._managed.tensors(), *self._managed.wrappers()))
 
     def is_stale(self) -> bool:
         """Whether a tensor is gone, or the store has packed one anew."""
-        find = self.engine.store.find
-        return any((t := p.tensor()) is None or (bool(p.view.numel()) and find(t) is not p) for p in self._packed)
+        return self._managed.is_stale()
 
     # -- plan ------------------------------------------------------------------------------------------------------
 
     def _price(self) -> Costs:
         """A segment for every unit of the order. Times are measured ones, or what reading the weights once takes."""
+        managed = self._managed
         names = _numbered([self._names[unit] for unit in self.order]) or ["forward"]
         nbytes: dict[str, int] = {}
         uses: dict[str, set[int]] = {}
         segments: list[SegmentCost] = []
         for i, name in enumerate(names):
-            weights = self._weights(self._units[self.order[i]]) if self.order else []
+            weights = managed.weights(managed.units[self.order[i]]) if self.order else []
             for weight in weights:
                 nbytes[weight.bucket.name] = weight.bucket.nbytes
                 uses.setdefault(weight.bucket.name, set()).add(i)
             read_ms = float(self._machine.compute_ms(0, sum(w.nbytes for w in weights), ""))
             segments.append(SegmentCost(name, self._ms.get(name, read_ms), 0))
-        kept = {w.bucket.name: w.bucket.nbytes for w in self._weights(self._rest)}
+        kept = {w.bucket.name: w.bucket.nbytes for w in managed.weights(managed.rest)}
         buckets = [
             BucketCost(name, size, self._machine.copy_ms(size), tuple(sorted(uses.get(name, {0}))), name in kept)
             for name, size in (nbytes | kept).items()
@@ -207,19 +187,15 @@ class Follower(Planned):
         self._steps = []
         self._rest_views = []
 
-    def _weights(self, packed: Sequence[HostTensor]) -> list[HostWeight]:
-        """Those that have bytes."""
-        return [self._whole[id(p)] for p in packed if id(p) in self._whole]
-
     def _stage(self, slots: Slots) -> None:
         """Bind the plan to the arena."""
-        plan = slots.plan
-        rest = {id(p) for p in self._rest}
-        self._rest_views = [(p, self._device_view(slots, p, None)) for p in self._rest]
+        plan, managed = slots.plan, self._managed
+        rest = {id(p) for p in managed.rest}
+        self._rest_views = [(p, self._device_view(slots, p, None)) for p in managed.rest]
         self._steps = []
         for i, unit in enumerate(self.order):
-            loads = {w.bucket.name: slots.load_for(i, w.bucket.name) for w in self._weights(self._units[unit])}
-            views = [(p, self._device_view(slots, p, i)) for p in self._units[unit] if id(p) not in rest]
+            loads = {w.bucket.name: slots.load_for(i, w.bucket.name) for w in managed.weights(managed.units[unit])}
+            views = [(p, self._device_view(slots, p, i)) for p in managed.units[unit] if id(p) not in rest]
             used = tuple(load for load in loads.values() if load is not None)
             evictions = tuple(load for load in plan.loads if load.evict_after == i)
             self._steps.append(_Step(plan.prefetches_before(i), used, evictions, views))
@@ -227,7 +203,7 @@ class Follower(Planned):
 
     def _device_view(self, slots: Slots, packed: HostTensor, segment: int | None) -> torch.Tensor:
         """A tensor on the device, as a segment reads it; None: it is resident. Without bytes it needs no place."""
-        weight = self._whole.get(id(packed))
+        weight = self._managed.whole.get(id(packed))
         if weight is None:
             return torch.empty_strided(
                 packed.view.shape, packed.view.stride(), dtype=packed.view.dtype, device=self.engine.device
@@ -242,8 +218,9 @@ class Follower(Planned):
 
     def begin(self, inputs: Sequence[torch.Tensor], *, ordered: bool) -> None:
         """A forward begins, with these inputs on the device. `ordered`: it is a whole one, whose order counts."""
-        engine = self.engine
-        self._see_edits(self._watch, self._packed, self.tensors())
+        engine, managed = self.engine, self._managed
+        wrappers = managed.wrappers()
+        self._see_edits(managed.watch, managed.packed, managed.tensors(), wrappers)
         fresh = self.plan is None
         if self.plan is None:
             self.replan()
@@ -254,7 +231,7 @@ class Follower(Planned):
         if measures:
             self._warmup.begin(inputs)
         if self._slots is None:
-            hosts = {w.bucket.name: w.bucket for w in self._whole.values()}
+            hosts = {w.bucket.name: w.bucket for w in managed.whole.values()}
             self._stage(Slots(self.plan, hosts, engine.arena, engine.transfer))
         assert self._slots is not None
         engine.transfer.begin()
@@ -263,9 +240,10 @@ class Follower(Planned):
             engine.restores += 1
             engine.present = self._slots.restore(engine.present)
         engine.current = None
+        managed.begin(wrappers)
         views = self._rest_views
-        self._forward = _Forward(ordered, ordered, views=views, versions=[version_of(_tensor(p)) for p, _ in views])
-        self._put_in(views)
+        self._forward = _Forward(ordered, ordered, views=views, versions=managed.versions(views))
+        managed.put_in(views)
 
     def looking(self) -> AbstractContextManager[object]:
         """In here, weights that are read outside their units are found, where that is not known yet."""
@@ -278,7 +256,7 @@ class Follower(Planned):
         step, slots = None, list[Slot]()
         if forward.running:
             # Its bytes have no place of their own while another unit runs.
-            for packed in self._units[unit]:
+            for packed in self._managed.units[unit]:
                 self.borrow(packed)
         else:
             forward.observed.append(unit)
@@ -291,8 +269,8 @@ class Follower(Planned):
                 self._prefetch(step.prefetches)
                 self._wait(step.loads)
                 views = step.views
-            self._put_in(views)
-        versions = [version_of(_tensor(p)) for p, _ in views]
+            self._managed.put_in(views)
+        versions = self._managed.versions(views)
         start = self._timer.start() if self._timer is not None else None
         forward.running.append(_Running(unit, views, step, slots, versions, start))
 
@@ -304,7 +282,7 @@ class Follower(Planned):
         if self._timer is not None and running.start is not None and running.step is not None:
             self._timer.stop(self.costs.segments[forward.position].name, running.start)
         self._write_back(running.views, running.versions)
-        self._take_out([p for p, _ in running.views])
+        self._managed.take_out([p for p, _ in running.views])
         if running.step is not None:
             self._evict(running.step.evictions)
             forward.position += 1
@@ -314,8 +292,10 @@ class Follower(Planned):
     def end(self, *, completed: bool) -> None:
         """The forward is over. `completed`: it did not raise."""
         forward, engine = self._now, self.engine
-        self._write_back(forward.views, forward.versions)
-        self._take_out(list(forward.present.values()))
+        try:
+            self._write_back(forward.views, forward.versions)
+        finally:
+            self._managed.end()
         self._looks = not completed
         if completed:
             engine.forwards += 1
@@ -339,17 +319,16 @@ class Follower(Planned):
 
     def see(self, tensor: torch.Tensor) -> None:
         """Some code reads this tensor. If it is a weight whose unit does not run, it comes to the device, to stay."""
-        packed = self._by_id.get(id(tensor))
-        if packed is not None and packed.tensor() is tensor:
+        for packed in self._managed.found_in(tensor):
             self.borrow(packed)
 
     def borrow(self, packed: HostTensor) -> None:
         """Bring a tensor to the device in memory of its own for the rest of this forward; it is resident in the next ones."""
-        if id(packed) in self._now.present:
+        if id(packed) in self._managed.present:
             return
         with packed.mode():
             view = packed.view.to(self.engine.device)
-        self._put_in([(packed, view)])
+        self._managed.put_in([(packed, view)])
         self._keep(packed)
 
     @property
@@ -372,17 +351,16 @@ class Follower(Planned):
 
     def _keep(self, packed: HostTensor) -> None:
         """From the next forward on a tensor is resident."""
-        if not any(p is packed for p in self._rest):
-            self._rest.append(packed)
-            self._changed = True
+        self._changed |= self._managed.keep(packed)
 
     def _load_now(self, unit: int) -> tuple[Views, list[Slot]]:
         """Copy what a unit needs and is not resident into the staging area, behind all compute. The plan is left with that."""
         slots_of_plan, engine = self._slots, self.engine
         assert slots_of_plan is not None
         self._now.follows = False
-        rest = {id(p) for p in self._rest}
-        wanted = [(p, self._whole.get(id(p))) for p in self._units[unit] if id(p) not in rest]
+        managed = self._managed
+        rest = {id(p) for p in managed.rest}
+        wanted = [(p, managed.whole.get(id(p))) for p in managed.units[unit] if id(p) not in rest]
         engine.transfer.drain()
         offset = max((r.offset + r.nbytes for r in slots_of_plan.plan.residents), default=0)
         places: dict[str, int] = {r.bucket: r.offset for r in slots_of_plan.plan.residents}
@@ -431,32 +409,10 @@ class Follower(Planned):
         for load in loads:
             self.engine.transfer.evict(self._slots.of_load[load.name])
 
-    def _put_in(self, views: Views) -> None:
-        present = self._now.present
-        for packed, view in views:
-            _tensor(packed).data = view
-            present[id(packed)] = packed
-
-    def _take_out(self, packed: Sequence[HostTensor]) -> None:
-        present = self._now.present
-        for p in packed:
-            _tensor(p).data = p.view
-            present.pop(id(p), None)
-
-    def _write_back(self, views: Views, versions: Sequence[int | None]) -> None:
-        """Bring tensors whose versions moved to the host; they are resident from the next forward on."""
-        written = False
-        unseen = {id(p) for module, p in self._statistics if (m := module()) is not None and m.training}
-        for (packed, view), then in zip(views, versions, strict=True):
-            now = version_of(_tensor(packed))
-            if now != then or id(packed) in unseen or (now is None and _is_small_buffer(packed)):
-                with torch.inference_mode():
-                    elements(packed.view).copy_(elements(view))
-                self._keep(packed)
-                written = True
-        if written:
-            # What the model wrote is no edit.
-            self._watch.written(self.tensors())
+    def _write_back(self, views: Views, versions: Sequence[Version]) -> None:
+        """Bring tensors that were written to the host; they are resident from the next forward on."""
+        for packed in self._managed.write_back(views, versions):
+            self._keep(packed)
 
 
 class _Look(TorchFunctionMode):
@@ -473,29 +429,6 @@ class _Look(TorchFunctionMode):
                     if isinstance(item, torch.Tensor):
                         self._follower.see(item)
         return func(*args, **(kwargs or {}))
-
-
-def _found(engine: Engine, tensors: Sequence[Named], empty: dict[int, HostTensor]) -> list[HostTensor]:
-    """What the store has of these tensors; those without bytes, which it may not have, are kept in `empty`, by `id`."""
-    found: list[HostTensor] = []
-    for name, tensor in tensors:
-        packed = engine.store.find(tensor)
-        found.append(packed or empty.setdefault(id(tensor), HostTensor(name, weakref.ref(tensor), tensor.data)))
-    return found
-
-
-def _distinct(packed: Sequence[HostTensor]) -> list[HostTensor]:
-    return list({id(p): p for p in packed}.values())
-
-
-def _tensor(packed: HostTensor) -> torch.Tensor:
-    tensor = packed.tensor()
-    assert tensor is not None, f"{packed.name} is gone, and the structure of the model was not looked at"
-    return tensor
-
-
-def _is_small_buffer(packed: HostTensor) -> bool:
-    return is_small_buffer(_tensor(packed))
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

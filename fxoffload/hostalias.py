@@ -38,6 +38,8 @@ from fxoffload.errors import OffloadError
 
 _STATE = re.compile(r"(?:\._|\.__dict__\['_)(?:parameters|buffers)")
 
+_INNER = "fxoffload_source"
+
 _onload_device_of: dict[str, Callable[[dict[str, Any]], torch.device]] = {}
 _with_meta: set[str] = set()
 _moving = threading.local()
@@ -46,7 +48,7 @@ _moving = threading.local()
 def placeholder_source(node: fx.Node) -> Any:
     """Where Dynamo found the input of a placeholder, or None."""
     grapharg = node.meta.get("grapharg")
-    return grapharg.source if grapharg is not None else None
+    return grapharg.source if grapharg is not None else node.meta.get(_INNER)
 
 
 def is_module_state(source: Any, tensor: torch.Tensor) -> bool:
@@ -63,16 +65,27 @@ def is_module_state(source: Any, tensor: torch.Tensor) -> bool:
 
 
 def is_weight(node: fx.Node, real: Any) -> bool:
-    """Parameters and buffers wherever they lie; plain tensor attributes only when they lie on the host."""
+    """Parameters, buffers and what is part of these, wherever they lie; other attributes only when they lie on the host."""
     if not isinstance(real, torch.Tensor) or _is_float(node):
         return False
+    if _INNER in node.meta:
+        return True
     source = placeholder_source(node)
     if isinstance(real, torch.nn.Parameter):
         return True
     if not is_module_state(source, real):
         return False
-    is_buffer = source is not None and ("_buffers" in source.name)
-    return is_buffer or real.device.type in ("cpu", "meta")
+    is_held = source is not None and _STATE.search(source.name) is not None
+    return is_held or real.device.type in ("cpu", "meta")
+
+
+def part_meta(weight: fx.Node, value: torch.Tensor) -> dict[str, Any]:
+    """The metadata of a placeholder for a part of a weight, so that it is a weight too. `value`: the fake one.
+
+    What Dynamo keeps for its own placeholders refers to the weight weakly, which a wrapper does not bear for long.
+    """
+    kept = {key: item for key, item in weight.meta.items() if key != "grapharg"}
+    return {**kept, "example_value": value, _INNER: placeholder_source(weight)}
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxoffload.sink import is_in_place
 from fxoffload.storages import storage_of
+from fxoffload.wrappers import is_wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def _key(node: fx.Node, operands: Sequence[Any]) -> Any:
     storages: dict[int, int] = {}
     layouts: list[Any] = []
     for value in operands:
-        if not isinstance(value, torch.Tensor) or value.is_complex() or not _is_static(value):
+        if not isinstance(value, torch.Tensor) or is_wrapper(value) or value.is_complex() or not _is_static(value):
             return None
         shared = storages.setdefault(storage_of(value), len(storages))
         layouts.append((tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype, value.device, shared))
@@ -87,7 +88,7 @@ def _results(leaves: Sequence[Any], operands: Sequence[Any]) -> tuple[_Result, .
     fresh: set[int] = set()
     results: list[_Result] = []
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or leaf.is_complex() or not _is_static(leaf):
+        if not isinstance(leaf, torch.Tensor) or is_wrapper(leaf) or leaf.is_complex() or not _is_static(leaf):
             return None
         source = source_of.get(storage_of(leaf))
         if source is None:

@@ -18,6 +18,8 @@ from types import FrameType
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
+from fxoffload.wrappers import inner_name, inner_tensors, is_wrapper
+
 
 def owner_of(weight: torch.Tensor) -> torch.nn.Module | None:
     """The compiled module around this call that has `weight`, or the outermost running module that has it, or None."""
@@ -48,16 +50,21 @@ def calling_line(root: torch.nn.Module) -> str:
 
 
 def tensor_names(root: torch.nn.Module | None) -> dict[int, str]:
-    """Qualified names of a module's parameters and buffers by `id`; of a tied tensor, the first of its names."""
+    """The names of `named_tensors` by `id`; of a tied tensor, the first."""
     names: dict[int, str] = {}
     for name, tensor in named_tensors(root):
         names.setdefault(id(tensor), name)
     return names
 
 
-def named_tensors(root: torch.nn.Module | None) -> list[tuple[str, torch.Tensor]]:
-    """A module's parameters and buffers with their qualified names."""
-    return [*root.named_parameters(), *root.named_buffers()] if root is not None else []
+def named_tensors(root: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's parameters and buffers, and behind each wrapper what it consists of, with their qualified names."""
+    if root is None:
+        return
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        yield name, tensor
+        if is_wrapper(tensor):
+            yield from ((inner_name(name, path), plain) for path, plain in inner_tensors(name, tensor))
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

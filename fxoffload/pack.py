@@ -12,6 +12,7 @@ from fxoffload.errors import WeightError
 from fxoffload.layout import overlapping
 from fxoffload.owner import named_tensors
 from fxoffload.program import Program
+from fxoffload.rows import Source
 from fxoffload.store import HostWeight
 from fxoffload.units import Named, Units
 
@@ -21,7 +22,7 @@ _SMALL_NBYTES = 1 << 20
 
 
 def pack_program(
-    program: Program, engine: Engine, tensors: Mapping[int, torch.Tensor], names: Mapping[int, str]
+    program: Program, engine: Engine, tensors: Mapping[Source, torch.Tensor], names: Mapping[Source, str]
 ) -> dict[str, HostWeight]:
     """Pack what is not in the store yet. Returns every weight of the program that has bytes, by placeholder.
 
@@ -30,11 +31,11 @@ def pack_program(
     """
     source_of = {w.placeholder: source for w, source in zip(program.facts.weights, program.sources, strict=True)}
     engine.store.unpack(list(tensors.values()), coarse=True)
-    fresh = {i: t for i, t in tensors.items() if engine.store.find(t) is None}
+    fresh = {p: t for p, t in tensors.items() if engine.store.find(t) is None}
     root = engine.root() if engine.root is not None else None
     # What other graphs of the model read may share bytes with what this one reads.
     elsewhere = [pair for pair in named_tensors(root) if type(pair[1]) in _PLAIN and engine.store.find(pair[1]) is None]
-    distinct = {id(t): (name, t) for name, t in (*elsewhere, *((names[i], t) for i, t in fresh.items()))}
+    distinct = {id(t): (name, t) for name, t in (*elsewhere, *((names[p], t) for p, t in fresh.items()))}
     sharing = {id(t): group for group in overlapping(list(distinct.values())) for _, t in group}
     start = time.perf_counter()
     moved = {t.device for t in fresh.values() if t.device.type != "cpu"}
@@ -43,13 +44,13 @@ def pack_program(
     for bucket in program.buckets.buckets:
         members: dict[int, Named] = {}
         for placeholder in bucket.weights:
-            tensor = tensors[source_of[placeholder].position]
+            tensor = tensors[source_of[placeholder].whole]
             if id(tensor) in sharing and id(tensor) not in taken:
                 members.update((id(t), (name, t)) for name, t in sharing[id(tensor)])
         taken.update(members)
         if any(t.numel() for _, t in members.values()):
-            position = source_of[bucket.weights[0]].position
-            rows = [s.rows for s in program.sources if s.position == position and s.rows is not None]
+            whole = source_of[bucket.weights[0]].whole
+            rows = [s.rows for s in program.sources if s.whole == whole and s.rows is not None]
             wanted.append((bucket.name, list(members.values()), rows))
     engine.store.check_room(list(fresh.values()), "the model")
     places = engine.store.find_places([[t for _, t in pairs] for _, pairs, _ in wanted])
@@ -64,15 +65,15 @@ def pack_program(
         engine.log_takeover(sorted(map(str, moved)), fresh.values())
     found: dict[str, HostWeight] = {}
     for placeholder, source in source_of.items():
-        packed = engine.store.find(tensors[source.position])
+        packed = engine.store.find(tensors[source.whole])
         part = next((p for p in packed.parts if p.rows == source.rows), None) if packed is not None else None
         if part is not None and part.nbytes:
             found[placeholder] = part
     return found
 
 
-def pack_units(engine: Engine, units: Units) -> None:
-    """Pack all tensors of a model that are not in the store yet."""
+def pack_units(engine: Engine, units: Units, parts: Collection[int]) -> None:
+    """Pack all tensors of a model that are not in the store yet. `parts`: as `unit_buckets` has it."""
     named = all_tensors(units)
     _refuse_meta(named)
     tensors = [tensor for _, tensor in named]
@@ -80,9 +81,8 @@ def pack_units(engine: Engine, units: Units) -> None:
     fresh = [t for t in tensors if engine.store.find(t) is None]
     moved = sorted({str(t.device) for t in fresh if t.device.type != "cpu"})
     start = time.perf_counter()
-    buckets = [
-        (name, members) for name, members in unit_buckets(units, {id(t) for t in fresh}) if any(t.numel() for _, t in members)
-    ]
+    found = unit_buckets(units, {id(t) for t in fresh}, parts=parts)
+    buckets = [(name, members) for name, members in found if any(t.numel() for _, t in members)]
     engine.store.check_room(fresh, "the model")
     places = engine.store.find_places([[t for _, t in members] for _, members in buckets])
     for (name, members), place in zip(buckets, places, strict=True):
@@ -102,15 +102,17 @@ def _refuse_meta(named: Sequence[Named]) -> None:
         )
 
 
-def unit_buckets(units: Units, chosen: Collection[int]) -> list[tuple[str, list[Named]]]:
+def unit_buckets(units: Units, chosen: Collection[int], *, parts: Collection[int] = ()) -> list[tuple[str, list[Named]]]:
     """Names and contents of buckets for the tensors that are chosen, by `id`: those that the same units use lie in one.
 
-    Tensors that share bytes go to the same bucket, whichever units use them: a write to one must reach the other.
+    Tensors that share bytes go to the same bucket, whichever units use them: a write to one must reach the other. `parts`: those
+    that are part of a weight, or beside one (`wrappers.find_parts`), by `id`; they stream with it also where they are small.
     """
     users: dict[int, set[int]] = {}
     for index, tensors in (*enumerate(u.tensors for u in units.units), (-1, units.rest)):
         for _, tensor in tensors:
-            users.setdefault(id(tensor), set()).add(-1 if index == -1 or is_small_buffer(tensor) else index)
+            stays = index == -1 or (id(tensor) not in parts and is_small_buffer(tensor))
+            users.setdefault(id(tensor), set()).add(-1 if stays else index)
     buckets: dict[tuple[int, ...], list[Named]] = {}
     for group in overlapping([pair for pair in all_tensors(units) if id(pair[1]) in chosen]):
         together = set[int]().union(*(users[id(t)] for _, t in group))

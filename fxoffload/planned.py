@@ -125,17 +125,24 @@ class Planned:
         weights = sum(bucket.nbytes for bucket in self.costs.buckets)
         return self._estimates and weights + 2 * self.activation_nbytes + AMPLE_NBYTES <= budget_nbytes
 
-    def _see_edits(self, watch: EditWatch, packed: Sequence[HostTensor], tensors: Sequence[torch.Tensor]) -> None:
+    def _see_edits(
+        self,
+        watch: EditWatch,
+        packed: Sequence[HostTensor],
+        tensors: Sequence[torch.Tensor],
+        wrappers: Sequence[torch.Tensor],
+    ) -> None:
         """Weights that lie elsewhere now are taken over; weights that were written to are copied again.
 
-        Raises Retied, with nothing changed, where one lies in the bytes of another weight now: both must be packed anew.
+        `wrappers`: those that hold some of these tensors. Raises Retied, with nothing changed, where one lies in the bytes of
+        another weight now: both must be packed anew.
         """
         moved = watch.moved(tensors)
         if moved:
             if self.engine.store.sharing([tensors[k] for k in moved]):
                 raise Retied
             self.engine.store.rebind([packed[k] for k in moved], [tensors[k] for k in moved])
-        for k in {*moved, *watch.written(tensors)}:
+        for k in {*moved, *watch.written(tensors, wrappers)}:
             self.engine.forget(packed[k])
 
     def _learn(self) -> None:

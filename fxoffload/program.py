@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from fxoffload.rows import Source
 class Program:
     """One compiled graph.
 
-    `weight_positions` are the arguments of a call that are weights, `sources` says for each of `facts.weights` which argument it
-    comes from; `inputs` are the arguments passed on: (position, placeholder, parameter name in the generated function).
+    `sources` says for each of `facts.weights` which argument of a call it comes from, `places` where the plain tensors are that
+    these are or hold; `inputs` are the arguments passed on: (position, placeholder, parameter name in the generated function).
     """
 
     facts: Facts
@@ -36,7 +36,7 @@ class Program:
     top: fx.GraphModule
     config: OffloadConfig
     onload: torch.device
-    weight_positions: tuple[int, ...]
+    places: tuple[Source, ...]
     sources: tuple[Source, ...]
     inputs: tuple[tuple[int, str, str], ...]
     output_device: torch.device | None
@@ -55,9 +55,13 @@ class Program:
         return "\n\n".join(str(stage) for stage in (self.machine, self.facts, self.blocks, self.buckets))
 
 
-def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that picks these of a call's arguments: there may be a thousand, at every call."""
-    if len(positions) < 2:
+def picker(places: Sequence[Source]) -> Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]:
+    """A function that picks the tensors at these places of a call's arguments: there may be a thousand, at every call."""
+    positions = [place.position for place in places]
+    if any(place.path for place in places):
+        getters = [(p.position, attrgetter(".".join(p.path)) if p.path else None) for p in places]
+        return lambda args: tuple([args[i] if get is None else get(args[i]) for i, get in getters])
+    if len(places) < 2:
         return lambda args: tuple(args[i] for i in positions)
     return itemgetter(*positions)
 

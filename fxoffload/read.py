@@ -7,6 +7,7 @@ device work) and counts, per node,
                half of it for causal attention, whose kernels skip what is masked
     touched  = bytes of all tensors that those calls read or write, views excluded
     alloc    = bytes of every storage that the node creates
+    scratch  = bytes of the largest tensor that is made and dropped on the way, as a weight that is dequantized
 """
 
 # Private names of torch: the tracing context and its fake mode, Dynamo's guard of the random state, dispatch modes, the overload
@@ -28,7 +29,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
@@ -38,7 +39,8 @@ from fxoffload.hostalias import is_weight, placeholder_source
 from fxoffload.machine import ATTENTION, MASKED_ATTENTION
 from fxoffload.memo import Memo
 from fxoffload.names import dotted_name
-from fxoffload.storages import storage_of
+from fxoffload.storages import plain_tensors, storage_of
+from fxoffload.wrappers import PARTS, is_wrapper
 
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -58,6 +60,10 @@ def _nbytes(tensor: torch.Tensor) -> sympy.Expr:
     return (last + 1) * tensor.element_size()
 
 
+Counts = tuple[sympy.Expr, sympy.Expr, sympy.Expr]
+"""Flops, bytes touched, and bytes of scratch."""
+
+
 class _Counter(TorchDispatchMode):
     # A higher-order operator (cond, flex_attention) goes through uncounted: its body is a graph of its own.
     supports_higher_order_operators = True
@@ -66,8 +72,12 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.flops: sympy.Expr = sympy.Integer(0)
         self.touched: sympy.Expr = sympy.Integer(0)
+        self.made: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # The wrapper's own code comes next, and what it calls comes here.
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator):
             return out
@@ -80,7 +90,14 @@ class _Counter(TorchDispatchMode):
         if not func.is_view and func.namespace != "prim":
             tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
             self.touched += sum((_nbytes(t) for t in tensors.values()), sympy.Integer(0))
+            self.made.extend(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         return out
+
+    def scratch(self, value: Any) -> sympy.Expr:
+        """Bytes of the largest tensor of static size that was made but is not part of the result."""
+        kept = {storage_of(t) for t in plain_tensors(value)}
+        sizes = [_nbytes(t) for t in self.made if storage_of(t) not in kept]
+        return max((size for size in sizes if size.is_Integer), default=sympy.Integer(0))
 
 
 class _Reader(fx.Interpreter):
@@ -88,16 +105,20 @@ class _Reader(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.counts: dict[str, tuple[sympy.Expr, sympy.Expr]] = {}
+        self.counts: dict[str, Counts] = {}
         self._memo = Memo()
 
     def run_node(self, n: fx.Node) -> Any:
-        def run() -> tuple[Any, tuple[sympy.Expr, sympy.Expr]]:
+        operands = [self.env[source] for source in n.all_input_nodes]
+
+        def run() -> tuple[Any, Counts]:
             with _Counter() as counter:
                 value = super(_Reader, self).run_node(n)
-            return value, (counter.flops / 2 if _is_causal(n) else counter.flops, counter.touched)
+            flops = counter.flops / 2 if _is_causal(n) else counter.flops
+            unwraps = n.op != "output" and any(map(is_wrapper, operands))
+            return value, (flops, counter.touched, counter.scratch(value) if unwraps else sympy.Integer(0))
 
-        value, self.counts[n.name] = self._memo.run(n, [self.env[source] for source in n.all_input_nodes], run)
+        value, self.counts[n.name] = self._memo.run(n, operands, run)
         n.meta["val"] = value
         return value
 
@@ -125,16 +146,7 @@ def _rate(node: fx.Node, dtype: str) -> str:
     return dtype + (ATTENTION if given.get("attn_mask") is None else MASKED_ATTENTION)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-
-
 def _refuse(name: str, real: torch.Tensor, *, allow_meta: bool) -> None:
-    if is_traceable_wrapper_subclass(real):
-        raise WeightError(
-            f"facts: {name}: a {type(real).__name__} weight cannot be streamed by this version; "
-            "leave that module out of the compiled model, or load it unquantized"
-        )
     if real.device.type == "meta" and not allow_meta:
         raise WeightError(f"facts: {name}: the weight is on the meta device and has no bytes; load it before the first call")
     if real.layout != torch.strided:
@@ -157,7 +169,7 @@ def _fake_inputs(
     fakes: list[Any] = []
     for node, real in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         if is_weight(node, real):
-            _refuse(_name(node, real, names), real, allow_meta=allow_meta)
+            _refuse(name_of(node, real, names), real, allow_meta=allow_meta)
             traced = node.meta["example_value"]
             with fake_mode:
                 fakes.append(torch.empty_strided(traced.shape, traced.stride(), dtype=real.dtype, device=onload))
@@ -187,7 +199,7 @@ def _mutates_statistics(node: fx.Node) -> bool:
 def _kind(node: fx.Node, flops: sympy.Expr, allocates: bool) -> str:
     if node.op == "get_attr" or node.target is operator.getitem:
         return "view"
-    if not _tensors(node.meta.get("val")):
+    if not plain_tensors(node.meta.get("val")):
         return "other"
     if flops != 0:
         return "extern"
@@ -253,6 +265,8 @@ def _read_facts(
         reader.run(*fakes)
 
     storage_of_weight = {storage_of(f): n.name for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
+    # In-place operators on a wrapper raise its own counter, and not those of its inner tensors.
+    written = {part for n in gm.graph.nodes for part in n.meta.get(PARTS, ()) if n.meta["val"]._version}
     statistics = {a.name for n in gm.graph.nodes if _mutates_statistics(n) for a in n.all_input_nodes}
     weights = tuple(
         _weight(
@@ -260,15 +274,17 @@ def _read_facts(
             real,
             names,
             mutated=fake._version != versions[node.name]
+            or node.name in written
             or (node.name in statistics and "_buffers" in str(placeholder_source(node).name)),
         )
         for node, real, fake in zip(placeholders, example_inputs, fakes, strict=True)
         if node.name in weight_names
     )
     inputs = tuple(
-        (node.name, storage_of(fake), _nbytes(fake))
+        (node.name, storage_of(plain), _nbytes(plain))
         for node, fake in zip(placeholders, fakes, strict=True)
-        if isinstance(fake, torch.Tensor) and node.name not in weight_names
+        if node.name not in weight_names
+        for plain in plain_tensors(fake)
     )
     seen = set(storage_of_weight) | {storage for _, storage, _ in inputs}
     nodes = tuple(
@@ -281,7 +297,7 @@ def _read_facts(
         weights=weights,
         inputs=inputs,
         nodes=nodes,
-        outputs=tuple(sorted({storage_of(t) for t in _tensors(outputs)} - set(storage_of_weight))),
+        outputs=tuple(sorted({storage_of(t) for t in plain_tensors(outputs)} - set(storage_of_weight))),
         output_weights=_output_weights(outputs, storage_of_weight, weights),
         symbols=_symbols(placeholders, example_inputs, fakes),
         hints=_hints(),
@@ -325,8 +341,9 @@ def _output_weights(
     by_name = {w.placeholder: w for w in weights}
     found: list[tuple[int, str, bool]] = []
     for i, value in enumerate(outputs):
-        if isinstance(value, torch.Tensor) and storage_of(value) in storage_of_weight:
-            weight = by_name[storage_of_weight[storage_of(value)]]
+        weights_of = [by_name[storage_of_weight[s]] for t in plain_tensors(value) if (s := storage_of(t)) in storage_of_weight]
+        if weights_of:
+            weight = weights_of[0]
             layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset(), str(value.dtype).removeprefix("torch."))
             found.append((i, weight.placeholder, weight.mutated and layout == (weight.shape, weight.stride, 0, weight.dtype)))
     return tuple(found)
@@ -350,7 +367,7 @@ def _outputs(gm: fx.GraphModule) -> list[Any]:
 def _weight(node: fx.Node, real: torch.Tensor, names: Mapping[int, str], *, mutated: bool) -> Weight:
     return Weight(
         placeholder=node.name,
-        name=_name(node, real, names),
+        name=name_of(node, real, names),
         nbytes=span_nbytes(real),
         dtype=str(real.dtype).removeprefix("torch."),
         shape=tuple(real.shape),
@@ -359,7 +376,8 @@ def _weight(node: fx.Node, real: torch.Tensor, names: Mapping[int, str], *, muta
     )
 
 
-def _name(node: fx.Node, real: torch.Tensor, names: Mapping[int, str]) -> str:
+def name_of(node: fx.Node, real: torch.Tensor, names: Mapping[int, str]) -> str:
+    """The qualified name of a weight, or where Dynamo found it."""
     source = placeholder_source(node)
     return names.get(id(real)) or (dotted_name(source.name) if source is not None else node.name)
 
@@ -369,14 +387,15 @@ def span_nbytes(tensor: torch.Tensor) -> int:
     return int(_nbytes(tensor))
 
 
-def _node_facts(
-    node: fx.Node, counts: tuple[sympy.Expr, sympy.Expr], storage_of_weight: dict[int, str], seen: set[int]
-) -> NodeFacts:
-    read_tensors = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))]
+def _node_facts(node: fx.Node, counts: Counts, storage_of_weight: dict[int, str], seen: set[int]) -> NodeFacts:
+    read_tensors = [t for n in node.all_input_nodes for t in plain_tensors(n.meta.get("val"))]
     reads = {storage_of(t) for t in read_tensors}
-    own = {storage_of(t): t for t in _tensors(node.meta["val"])}
+    own = {storage_of(t): t for t in plain_tensors(node.meta["val"])}
     allocates = tuple((storage, _nbytes(t)) for storage, t in own.items() if storage not in seen)
     seen.update(own)
+    # No node reads it, so it is there while this one runs. Storages of tensors have positive numbers.
+    scratch = ((-1 - len(seen), counts[2]),) if counts[2] else ()
+    seen.update(storage for storage, _ in scratch)
     dtypes = [t.dtype for t in read_tensors if t.dtype.is_floating_point] or [t.dtype for t in own.values()]
     return NodeFacts(
         name=node.name,
@@ -384,7 +403,7 @@ def _node_facts(
         path=_module_path(node),
         weights=tuple(sorted(storage_of_weight[s] for s in reads if s in storage_of_weight)),
         reads=tuple(sorted(reads - set(storage_of_weight))),
-        allocates=allocates,
+        allocates=(*allocates, *scratch),
         flops=counts[0],
         touched_nbytes=counts[1],
         rate=_rate(node, str(dtypes[0]).removeprefix("torch.") if dtypes else ""),

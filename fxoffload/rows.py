@@ -22,17 +22,25 @@ import torch.fx as fx
 
 from fxoffload.buckets import ALIGNMENT
 from fxoffload.layout import overlapping
+from fxoffload.wrappers import Path, at
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The argument of a call that a weight comes from: all of it, or `rows` (first, end) of it."""
+    """The argument of a call that a weight comes from: all of it, or `rows` (first, end) of it, or the tensor at `path` in it."""
 
     position: int
     rows: tuple[int, int] | None = None
+    path: Path = ()
+
+    @property
+    def whole(self) -> Source:
+        """The tensor that the model has, whose rows these may be."""
+        return Source(self.position, None, self.path)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
+        whole = at(tensor, self.path)
+        return whole if self.rows is None else whole[self.rows[0] : self.rows[1]]
 
 
 def split_rows(

@@ -11,6 +11,7 @@ import torch
 
 from fxoffload.config import OffloadConfig, nearest
 from fxoffload.errors import ConfigError
+from fxoffload.wrappers import own_parts
 
 
 def chosen_modules(config: OffloadConfig, root: torch.nn.Module | None) -> list[torch.nn.Module] | None:
@@ -38,7 +39,7 @@ def chosen_modules(config: OffloadConfig, root: torch.nn.Module | None) -> list[
 
 
 def selected_weights(config: OffloadConfig, root: torch.nn.Module | None) -> frozenset[int] | None:
-    """`id`s of the tensors of the chosen modules, or None for all. Raises what `chosen_modules` raises."""
+    """`id`s of the plain tensors of the chosen modules, or None for all. Raises what `chosen_modules` raises."""
     chosen = chosen_modules(config, root)
     if chosen is None:
         return None
@@ -46,20 +47,21 @@ def selected_weights(config: OffloadConfig, root: torch.nn.Module | None) -> fro
 
 
 def tensors_below(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and plain tensor attributes of a module and all below it, each once, with their names below `name`."""
+    """The plain tensors that a module and all below it have, each once, with their names below `name`.
+
+    Parameters, buffers and tensor attributes; of those that consist of several tensors, these.
+    """
     seen: set[int] = set()
     for path, child in module.named_modules(prefix=name):
-        for key, tensor in own_tensors(child):
+        for key, tensor in own_tensors(child, path):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield f"{path}.{key}" if path else key, tensor
+                yield key, tensor
 
 
-def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and plain tensor attributes of the module itself."""
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-    yield from ((key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor))
+def own_tensors(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that the module itself, whose name is `path`, has (`wrappers.own_parts`), with qualified names."""
+    yield from ((part.name, tensor) for part, tensor in own_parts(module, path))
 
 
 def nbytes_below(module: torch.nn.Module) -> int:

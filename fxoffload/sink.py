@@ -13,14 +13,12 @@ graph writes to are left alone, with all their views: they stay resident, and th
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
-from fxoffload.storages import storage_of
+from fxoffload.storages import plain_tensors, storage_of
 
 _IN_PLACE = frozenset(
     getattr(operator, name)
@@ -31,7 +29,7 @@ _IN_PLACE = frozenset(
 
 def sink_views(gm: fx.GraphModule, weights: set[fx.Node]) -> None:
     """Give every reader of a view of a weight a view of its own, and the graph's outputs copies. Changes `gm`."""
-    storages = {storage_of(value) for node in weights if isinstance(value := node.meta.get("example_value"), torch.Tensor)}
+    storages = _storages(weights)
     storages -= {storage for node in gm.graph.nodes if is_in_place(node) for storage in _storages(node.all_input_nodes[:1])}
     views = {node for node in gm.graph.nodes if _is_view(node, storages)}
     readers = _last_readers(gm, views, storages)
@@ -95,6 +93,5 @@ def _copy_before(graph: fx.Graph, view: fx.Node, user: fx.Node, views: set[fx.No
     return copy
 
 
-def _storages(nodes: Sequence[fx.Node]) -> set[int]:
-    values = [t for node in nodes for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
-    return {storage_of(t) for t in values}
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    return {storage_of(t) for node in nodes for t in plain_tensors(node.meta.get("example_value"))}

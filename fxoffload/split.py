@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.fx.passes.split_module import split_module
-from torch.utils._pytree import tree_leaves
 
 from fxoffload.blocks import Blocks
 from fxoffload.facts import Facts
-from fxoffload.storages import storage_of
+from fxoffload.storages import plain_tensors, storage_of
 
 
 def split_graph(gm: fx.GraphModule, blocks: Blocks) -> fx.GraphModule:
@@ -92,9 +91,7 @@ def crossing_weights(gm: fx.GraphModule, blocks: Blocks, facts: Facts) -> frozen
     for node in gm.graph.nodes:
         if node.name not in segment_of:
             continue
-        owners = {
-            storages[s] for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor) and (s := storage_of(t)) in storages
-        }
+        owners = {storages[s] for t in plain_tensors(node.meta["val"]) if (s := storage_of(t)) in storages}
         if any(user.op != "output" and segment_of[user.name] != segment_of[node.name] for user in node.users):
             crossing |= owners
     return frozenset(crossing)
@@ -138,7 +135,7 @@ def _value_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         return (repr(value),)
     # Inputs that share a storage may alias when one is written: the pattern of sharing belongs to the key.
-    shared = storages.setdefault(storage_of(value), len(storages))
+    shared = tuple(storages.setdefault(storage_of(plain), len(storages)) for plain in plain_tensors(value))
     layout = (str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride())))
     return (*layout, value.requires_grad, type(value).__name__, shared)
 

@@ -238,10 +238,10 @@ def _outside(root: Module, heads: Collection[int]) -> Iterator[tuple[str, Module
 def _rest(root: Module, heads: Collection[int]) -> Iterator[Named]:
     seen: set[int] = set()
     for path, module in _outside(root, heads):
-        for key, tensor in own_tensors(module):
+        for name, tensor in own_tensors(module, path):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield f"{path}.{key}" if path else key, tensor
+                yield name, tensor
 
 
 def _by_id(modules: Iterable[Module]) -> dict[int, Module]:

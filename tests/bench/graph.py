@@ -97,7 +97,7 @@ class Bench:
         costs = api.profile(self.model, self.call)
         rows = [row for budget in budgets for row in self.pair(budget, steps, costs)]
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        return {"segments": len(costs.segments), "weights": len(self.binding._checked), "graphs_compiled": compiled, "rows": rows}
+        return {"segments": len(costs.segments), "weights": len(self.binding._packed), "graphs_compiled": compiled, "rows": rows}
 
     def capture(self, on: bool) -> None:
         """Captures or none, from the next call on."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxoffload.edits import EditWatch, probed_words, version_of
+from tests.wrapped import Scaled
 
 DTYPES = [
     torch.float64,
@@ -34,6 +35,20 @@ def made(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_complex:
         return torch.complex(torch.rand(shape), torch.rand(shape)).to(dtype)
     return (torch.rand(shape) * 3 + 1).to(dtype)
+
+
+def test_an_operator_on_a_wrapper_raises_its_counter_only() -> None:
+    wrappers = [Scaled.of(made((4, 4), torch.float32)) for _ in range(2)]
+    inner = [t for w in wrappers for t in (w.data_, w.scale)]
+    watch = EditWatch(inner, inner, [(w, (2 * i, 2 * i + 1)) for i, w in enumerate(wrappers)])
+    assert watch.written(inner, wrappers) == []
+    versions = [t._version for t in inner]
+    wrappers[1].copy_(wrappers[1].clone())
+    assert [t._version for t in inner] == versions
+    assert watch.written(inner, wrappers) == [2, 3]
+    inner[0].add_(1)
+    assert watch.written(inner, wrappers) == [0]
+    assert watch.written(inner, wrappers) == []
 
 
 def dense_edit(tensor: torch.Tensor) -> None:

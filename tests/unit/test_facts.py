@@ -295,41 +295,6 @@ def test_a_weight_on_the_meta_device_is_refused_by_name() -> None:
     assert str(error.value) == f"facts: weight: {text}"
 
 
-class Wrapped(torch.Tensor):
-    """A wrapper subclass with one inner tensor."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: None, size: Any, stride: Any) -> Wrapped:
-        return Wrapped(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = [t.inner if isinstance(t, Wrapped) else t for t in args]
-        result = func(*plain, **(kwargs or {}))
-        return Wrapped(result) if func is torch.ops.aten.detach.default else result
-
-
-def test_a_wrapper_subclass_is_refused_by_name() -> None:
-    model = nn.Linear(16, 16, bias=False).requires_grad_(False)
-    model.weight = nn.Parameter(Wrapped(torch.ones(16, 16)), requires_grad=False)
-    with pytest.raises(WeightError) as error:
-        read(model, X)
-    assert str(error.value) == (
-        "facts: weight: a Wrapped weight cannot be streamed by this version; "
-        "leave that module out of the compiled model, or load it unquantized"
-    )
-
-
 def test_gradients_are_refused() -> None:
     with pytest.raises(GradientError, match=r"^facts: the outputs of this model require gradients"):
         trace(nn.Linear(16, 16), X, look=lambda gm, inputs: read_facts(gm, inputs, CPU, {}))

@@ -17,7 +17,9 @@ from torch import nn
 
 from fxoffload import hostalias
 from fxoffload.hostalias import is_module_state, is_weight, placeholder_source, register_alias
+from fxoffload.storages import plain_tensors
 from tests.models import Toy, toy
+from tests.wrapped import Shifted, requantized
 
 X = torch.ones(3, 16, device="meta")
 
@@ -88,6 +90,23 @@ def test_all_state_of_a_module_traces_on_the_onload_device(stub: Stub) -> None:
     assert stub.real == {"cpu", "meta"}
     state = [*model.parameters(), *model.buffers(), model.attribute]
     assert all(t.device.type == "cpu" for t in state)
+
+
+def test_wrappers_trace_on_the_onload_device_with_all_that_they_hold(stub: Stub) -> None:
+    model = requantized(toy(1), Shifted.of)
+    inner: list[torch.Tensor] = []
+
+    def backend(gm: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
+        inner.extend(t for n in gm.graph.find_nodes(op="placeholder") for t in plain_tensors(n.meta["example_value"]))
+        return stub(gm, inputs)
+
+    backend.__name__ = stub.__name__
+    with torch.no_grad():
+        out = torch.compile(model, backend=backend, fullgraph=True)(X)
+    assert out.device.type == "meta"
+    assert set(stub.devices.values()) == {t.device.type for t in inner} == {"meta"}
+    assert len(inner) == 1 + 4 * (3 + 1) + 2
+    assert {t.device.type for p in model.parameters() for t in plain_tensors(p)} == {"cpu"}
 
 
 def test_edits_and_replacements_do_not_recompile(stub: Stub) -> None:
@@ -223,6 +242,7 @@ PRIVATE = {
     "torch._dynamo.utils": ["preserve_rng_state", "counters"],
     "torch._dynamo.backends.debugging": ["aot_eager"],
     "torch._dispatch.python": ["enable_python_dispatcher"],
+    "torch._dynamo.exc": ["TorchRuntimeError"],
     "torch._guards": ["TracingContext"],
     "torch._inductor": ["list_mode_options"],
     "torch._inductor.compile_fx": ["compile_fx"],
@@ -247,6 +267,8 @@ def test_private_members_of_torch_are_there() -> None:
     assert isinstance(torch.ones(1).untyped_storage()._cdata, int)
     assert isinstance(torch.ones(1)._version, int)
     assert hasattr(torch.ops.aten.add.Tensor, "_overloadpacket")
+    assert hasattr(torch.Tensor, "_make_wrapper_subclass")
+    assert torch.Tensor.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     assert isinstance(torch.ops.aten.view.default.is_view, bool)
     assert "tensor_to_context" in vars(TracingContext(None))  # type: ignore[arg-type]
 

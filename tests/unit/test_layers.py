@@ -17,6 +17,7 @@ LAYERS = [
     ["errors", "sizes", "debug", "names", "forks", "ops", "sequence"],
     ["config", "budget"],
     ["facts", "machine"],
+    ["wrappers"],
     [
         "hostalias",
         "storages",
@@ -43,8 +44,8 @@ LAYERS = [
     ["passes"],
     ["layout", "regions"],
     ["pins", "store", "arena", "transfer", "profile", "warmup", "capture", "cuda"],
-    ["rows", "program", "resize", "lower"],
-    ["slots", "staged", "pack", "engine", "planned", "graph", "binding", "dispatch", "follow", "eager"],
+    ["rows", "unwrap", "program", "resize", "lower"],
+    ["slots", "staged", "pack", "engine", "planned", "graph", "binding", "dispatch", "managed", "follow", "eager"],
     ["backend"],
     ["analysis", "handle", "components", "pipelines", "doors", "loading", "api", "draw", "measure", "report"],
     ["flags", "media", "presets", "tiny", "sources", "summary", "forecast", "workloads", "timing", "hardware", "twoblock"],
