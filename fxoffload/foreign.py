@@ -19,6 +19,8 @@ from fxoffload.wrappers import refuse_opaque
 _CASTING = "layerwise_casting"
 _checked: weakref.ref[TracingContext] | None = None
 """The trace whose model was looked at."""
+_INT8_WEIGHT = "Int8Params"
+"""The class of 8-bit weights of bitsandbytes."""
 _GROUP_OFFLOAD = ("group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker")
 
 
@@ -27,16 +29,15 @@ class TracingRefused(OffloadError, TorchRuntimeError):
 
 
 def refuse_foreign_hooks(root: torch.nn.Module) -> None:
-    """Raise OffloadError that names the first such hook, and the call that removes it."""
+    """Raise OffloadError that names the first such hook, and the call that removes it; or a layer that moves its own weight."""
     for name, module in root.named_modules():
-        if any(type(parameter).__name__ == "Int8Params" for parameter in module._parameters.values()):
+        if any(type(parameter).__name__ == _INT8_WEIGHT for parameter in module._parameters.values()):
             raise OffloadError(
-                f"foreign: {type(root).__name__}.{name}: the 8-bit layers of bitsandbytes hand their weight on to a state of "
+                f"foreign: {_where(root, name)}: the 8-bit layers of bitsandbytes hand their weight on to a state of "
                 "their own while they run, so it cannot be moved; load the model in 4 bits, or in 8 bits with torchao"
             )
     for name, what, remedy in _foreign_hooks(root):
-        where = f"{type(root).__name__}.{name}" if name else type(root).__name__
-        raise OffloadError(f"foreign: {where}: {what} moves its weights already; call {remedy} first")
+        raise OffloadError(f"foreign: {_where(root, name)}: {what} moves its weights already; call {remedy} first")
 
 
 def refuse_untraceable(root: torch.nn.Module | None) -> None:
@@ -58,14 +59,17 @@ def refuse_untraceable(root: torch.nn.Module | None) -> None:
 def _refuse_untraceable(root: torch.nn.Module) -> None:
     for name, module in root.named_modules():
         if _casts(module):
-            where = f"{type(root).__name__}.{name}" if name else type(root).__name__
             raise OffloadError(
-                f"foreign: {where}: layerwise casting of diffusers converts weights in place, which cannot be compiled; offload "
-                "the model without a compiler (fxoffload.layerwise_offload), or quantize it with torchao "
+                f"foreign: {_where(root, name)}: layerwise casting of diffusers converts weights in place, which cannot be "
+                "compiled; offload the model without a compiler (fxoffload.layerwise_offload), or quantize it with torchao "
                 "(Float8WeightOnlyConfig), which streams as few bytes"
             )
         for key, weight in module.named_parameters(name, recurse=False):
             refuse_opaque(key, weight)
+
+
+def _where(root: torch.nn.Module, name: str) -> str:
+    return f"{type(root).__name__}.{name}" if name else type(root).__name__
 
 
 def _casts(module: torch.nn.Module) -> bool:

@@ -35,6 +35,7 @@ from fxoffload.staged import Staged, Watcher
 from fxoffload.storages import storage_of
 from fxoffload.transfer import StreamTransfer, Transfer
 from fxoffload.verify_capture import check_capture
+from fxoffload.wrappers import is_wrapper
 
 if TYPE_CHECKING:
     from fxoffload.engine import Engine
@@ -185,6 +186,9 @@ class Graphs:
                 key.append(value)
             elif kind is _Kind.WEIGHT:
                 key.append(None)
+            elif is_wrapper(value):
+                self._failed = f"its input {name!r} is a {type(value).__name__}, which has no memory of its own to copy into"
+                return None
             elif value.device.type == self._device.type:
                 address = value.data_ptr() if kind is _Kind.WRITTEN else None
                 key.append((value.shape, value.stride(), value.dtype, address))

@@ -159,20 +159,21 @@ class Managed:
 
     def versions(self, views: Views) -> list[Version]:
         """Where the counters of these tensors stand."""
-        return [self._version(packed) for packed, _ in views]
-
-    def _version(self, packed: HostTensor) -> Version:
-        return (version_of(tensor_of(packed)), *(version_of(self._now[i]) for i in self._around.get(id(packed), ())))
+        if not self._around:
+            return [(version_of(tensor_of(packed)),) for packed, _ in views]
+        now, around = self._now, self._around
+        return [(version_of(tensor_of(p)), *(version_of(now[i]) for i in around.get(id(p), ()))) for p, _ in views]
 
     def write_back(self, views: Views, versions: Sequence[Version]) -> list[HostTensor]:
         """Bring tensors to the host whose counters moved, or that lie elsewhere now. Returns these.
 
-        Raises WeightError for one that lies elsewhere in another layout.
+        Raises WeightError for one that has another layout there.
         """
         written: list[HostTensor] = []
         unseen = {id(p) for module, p in self._statistics if (m := module()) is not None and m.training}
-        for (packed, view), then in zip(views, versions, strict=True):
-            now, memory = self._version(packed), self._memory(packed, view)
+        for (packed, view), then, now in zip(views, versions, self.versions(views), strict=True):
+            moved = tensor_of(packed).data_ptr() != view.data_ptr() and id(packed) not in self._cast
+            memory = self._memory_given(packed) if moved else view
             unknown = now == (None,) and self._is_small_buffer(packed)
             if now != then or memory is not view or id(packed) in unseen or unknown:
                 with torch.inference_mode():
@@ -186,12 +187,9 @@ class Managed:
             self.watch.written(self.tensors(), self.wrappers())
         return written
 
-    def _memory(self, packed: HostTensor, view: torch.Tensor) -> torch.Tensor:
-        """Where a tensor lies that was put in as `view`: there, unless the model gave it other memory while it ran."""
-        tensor, host = tensor_of(packed), packed.view
-        if tensor.data_ptr() == view.data_ptr() or id(packed) in self._cast:
-            return view
-        now = tensor.detach()
+    def _memory_given(self, packed: HostTensor) -> torch.Tensor:
+        """The memory that the model gave a tensor while it ran. Raises WeightError for another layout."""
+        now, host = tensor_of(packed).detach(), packed.view
         if (now.dtype, now.shape, now.stride()) != (host.dtype, host.shape, host.stride()):
             raise WeightError(
                 f"managed: {packed.name}: the model made it {now.dtype} {list(now.shape)} while it ran, and it is {host.dtype} "

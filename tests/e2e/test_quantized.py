@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,14 @@ from torch import nn
 import fxoffload
 from fxoffload import api
 from fxoffload.buckets import align
+from fxoffload.errors import OffloadWarning
 from fxoffload.select import tensors_below
+from tests.capturing import captures
 from tests.checks import Trio, assert_state, assert_streams, attached, check_budgets, halve, offload, snapshot
+from tests.models import Toy, seeded
 from tests.wrapped import KINDS, D, Scaled, rows
+
+__all__ = ["captures"]
 
 
 def sizes(model: nn.Module) -> dict[str, int]:
@@ -184,6 +190,51 @@ def test_edits_of_what_is_beside_a_weight(way: str) -> None:
 def assert_close_calls(model: Any, plain: Any, k: int) -> None:
     for i in range(2):
         torch.testing.assert_close(model(rows(plain, k + i)), plain(rows(plain, k + i)), rtol=1e-4, atol=1e-5)
+
+
+# -- captured forwards -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize("kind", ["int8", "nested", "packed"])
+def test_captured(kind: str) -> None:
+    make, _ = KINDS[kind]
+    model, plain = make(), offload(make())
+    compiled = offload(model, cuda_graph=True)
+    compiled(rows(model, 0))
+    halve(model)
+    for k in range(4):
+        assert torch.equal(compiled(rows(model, k)), plain(rows(model, k)))
+    assert fxoffload.stats(model).replays == 3
+    assert_streams(model)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("captures")
+def test_edits_of_captured_wrappers() -> None:
+    given = rows(KINDS["scaled"][0](), 0)
+    trio = Trio(KINDS["scaled"][0], given, cuda_graph=True)
+    for label, edit in EDITS.items():
+        before = trio.check(given)
+        trio.edit(edit)
+        assert not torch.equal(trio.check(given), before), label
+    assert fxoffload.stats(trio.streamed).replays > len(EDITS)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("captures")
+def test_an_input_that_is_a_wrapper_is_not_captured() -> None:
+    model = seeded(lambda: Toy(4, D))
+    compiled, plain = offload(model, cuda_graph=True), offload(seeded(lambda: Toy(4, D)))
+    for k in range(3):
+        given = Scaled.of(rows(model, k))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", OffloadWarning)
+            assert torch.equal(compiled(given), plain(given))
+        text = "graph: Toy: not captured: its input 'x' is a Scaled, which has no memory of its own to copy into"
+        assert [str(w.message).startswith(text) for w in seen] == [True] * (k == 0)
+    assert fxoffload.stats(model).replays == 0
 
 
 # -- the model stays a normal one --------------------------------------------------------------------------------------
