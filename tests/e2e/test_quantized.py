@@ -160,6 +160,45 @@ def test_eager_sees_edits(part: float) -> None:
     assert_equal_calls(model, plain, 1)
 
 
+TIES: list[Callable[[Any], object]] = [
+    lambda m: setattr(up(m, 0).weight.scale, "data", up(m, 2).weight.scale.data),
+    lambda m: up(m, 2).weight.scale.mul_(2),
+    lambda m: setattr(up(m, 0).weight.scale, "data", up(m, 0).weight.scale.data.clone()),
+    lambda m: up(m, 2).weight.scale.data.add_(0.01),
+    lambda m: up(m, 3).weight.scale.mul_(2),
+]
+"""Of inner tensors, which come and go; and an edit of one that was tied from the start."""
+
+
+def tied() -> nn.Module:
+    """Two wrappers over the same bytes."""
+    model: Any = KINDS["scaled"][0]()
+    weight = up(model, 1).weight
+    up(model, 3).weight = nn.Parameter(Scaled(weight.data_.detach(), weight.scale.detach()), requires_grad=False)
+    return model
+
+
+def test_compiled_keeps_ties_of_inner_tensors() -> None:
+    given = rows(tied(), 0)
+    trio = Trio(tied, given)
+    for change in TIES:
+        trio.edit(change)
+        trio.check(given)
+        trio.check_state()
+
+
+def test_eager_keeps_ties_of_inner_tensors() -> None:
+    model, plain = tied(), tied()
+    attached(model, 0.5)
+    for k, change in enumerate(TIES):
+        assert_equal_calls(model, plain, k, 1)
+        with torch.no_grad():
+            change(model)
+            change(plain)
+        assert_equal_calls(model, plain, k, 1)
+        assert_state(model, snapshot(plain))
+
+
 @pytest.mark.parametrize("way", ["compiled", "eager"])
 def test_edits_of_what_is_beside_a_weight(way: str) -> None:
     make = KINDS["packed"][0]
