@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from tests.bench import weights
 from tests.gpu import sanitize
 
 
@@ -18,3 +23,24 @@ def test_what_a_sanitizer_watches(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert said[1] == "captured: left out: only CUDA captures"
     with pytest.raises(SystemExit, match="'other' is none of uncaptured, captured, hooks"):
         sanitize.main(["--ways", "other", "--device", "cpu"])
+
+
+def tiny(measurement: str, tmp_path: Path, *more: str, workload: str = "t5-xxl-tiny") -> dict[str, Any]:
+    """The data of one measurement of a tiny model, which is what its file has."""
+    out = tmp_path / "out.json"
+    with torch.no_grad():
+        rows = weights.main([measurement, "--workload", workload, "--device", "cpu", "--out", str(out), *more])
+    assert json.loads(out.read_text()) == json.loads(json.dumps(rows.data))
+    return rows.data
+
+
+@pytest.mark.slow
+def test_loading(tmp_path: Path) -> None:
+    data = tiny("loading", tmp_path, "--shard-bytes", "4000000", "--ways", "cold,other", "--folder", str(tmp_path))
+    row, other = data["rows"]
+    assert data["shards"] > 3
+    assert row["equal"]
+    assert row["finite"]
+    assert 0.9 * data["weight_nbytes"] < row["peak_nbytes"] - row["before_nbytes"]
+    assert other == {"way": "other", "error": "not one of load_safetensors, cold, from_pretrained"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "the checkpoint is gone"
