@@ -14,11 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from fxoffload.workloads import WORKLOADS
-from tests.bench import measure_loading
+from tests.bench import measure_forwards, measure_loading
 from tests.bench.rowfile import RowFile
 
-MEASUREMENTS = {"loading": measure_loading}
+MEASUREMENTS = {"loading": measure_loading, "forwards": measure_forwards}
 
 
 def main(argv: Sequence[str]) -> RowFile:
@@ -31,6 +33,7 @@ def main(argv: Sequence[str]) -> RowFile:
         command.add_argument("--out", type=Path)
         module.arguments(command)
     args = parser.parse_args(argv)
+    torch.set_grad_enabled(False)
     return MEASUREMENTS[args.measurement].run(args, "python -m tests.bench.weights " + " ".join(argv))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench import weights
+from tests.bench import measure_forwards, weights
 from tests.gpu import sanitize
 
 
@@ -44,3 +44,17 @@ def test_loading(tmp_path: Path) -> None:
     assert 0.9 * data["weight_nbytes"] < row["peak_nbytes"] - row["before_nbytes"]
     assert other == {"way": "other", "error": "not one of load_safetensors, cold, from_pretrained"}
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "the checkpoint is gone"
+
+
+@pytest.mark.slow
+def test_forwards(tmp_path: Path) -> None:
+    given = ("--marks", "3,10,30", "--compiler", "eager", "--ways", "uncaptured,captured,hooks")
+    data = tiny("forwards", tmp_path, *given)
+    assert [row.get("forwards") for row in data["rows"]] == [3, 10, 30, None, 3, 10, 30]
+    assert data["rows"][3] == {"way": "captured", "error": "only CUDA captures"}
+    for way in ("uncaptured", "hooks"):
+        marks = [row for row in data["rows"] if row["way"] == way]
+        assert all(row["equal_to_resident"] and row["tensors"] and row["events"] for row in marks)
+        assert data["flat"][way]["streamed_nbytes"] > 0
+        grew = data["flat"][way]["grew"]
+        assert all(grew[name] == 0 for name in measure_forwards.EXACT), grew
