@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 import fxoffload
-from fxoffload import api, timing
+from fxoffload import timing
 from fxoffload.workloads import Workload, find_workload, make_inputs, make_model, show, weight_nbytes
-from tests.bench.rowfile import EVERYTHING, MIB, Row, RowFile, host_nbytes, pinned_nbytes
+from tests.bench.rowfile import EVERYTHING, MIB, Row, RowFile, budget_for, host_nbytes, pinned_nbytes
 
 WAYS = ("uncaptured", "captured", "hooks")
 FEWER: dict[str, dict[str, Any]] = {
@@ -84,9 +84,7 @@ def measure(rows: RowFile, way: str, workload: Workload, args: argparse.Namespac
     inputs = make_inputs(workload, model, device)
     call = caller(way, model, inputs, args.compiler, device)
     expected = [call().clone() for _ in range(SETTLED)][-1].cpu()
-    activation_nbytes = api.planned_of(model)[-1].activation_nbytes
-    budget = activation_nbytes + weight_nbytes(model) // 2 if args.budget == "half" else args.budget
-    fxoffload.set_memory_budget(model, budget)
+    fxoffload.set_memory_budget(model, budget_for(model, args.budget))
     for _ in range(SETTLED):
         call()
     timing.reset_peaks(device)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from fxoffload import timing
+from fxoffload import api, timing
 from fxoffload.hardware import machine, versions
 
 Row = dict[str, Any]
@@ -45,10 +44,18 @@ class RowFile:
             self._path.write_text(json.dumps(self.data, indent=1) + "\n")
 
 
-def spread(times: Sequence[float], name: str) -> Row:
-    """Median, least and most, as `<name>_ms`, `<name>_min_ms`, `<name>_max_ms`."""
-    middle = sorted(times)[len(times) // 2]
-    return {f"{name}_ms": middle, f"{name}_min_ms": min(times), f"{name}_max_ms": max(times)}
+def budget_for(model: Any, text: str) -> int | str:
+    """A budget of a model that has run: `half` is its activations and half of its weights, anything else what it says."""
+    if text != "half":
+        return text
+    planned = api.planned_of(model)[-1]
+    return planned.activation_nbytes + sum(bucket.nbytes for bucket in planned.costs.buckets) // 2
+
+
+def compilations() -> int:
+    """How much was compiled so far: Dynamo graphs, and calls of Inductor."""
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"] + sum(n for name, n in counters["inductor"].items() if name.startswith("fxgraph"))
 
 
 def host_nbytes() -> dict[str, int]:

@@ -58,3 +58,19 @@ def test_forwards(tmp_path: Path) -> None:
         assert data["flat"][way]["streamed_nbytes"] > 0
         grew = data["flat"][way]["grew"]
         assert all(grew[name] == 0 for name in measure_forwards.EXACT), grew
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["peft", "plain"])
+def test_lora(way: str, tmp_path: Path) -> None:
+    given = ("--way", way, "--swaps", "2", "--steps", "1", "--rank", "4", "--budget", "half", "--compiler", "eager")
+    data = tiny("lora", tmp_path, *given, workload="flux-tiny")
+    assert (data["way"], data["projections"], data["dtypes"]) == (way, 28, ["float32"])
+    assert len(data["rows"]) == 2
+    for row in data["rows"]:
+        assert row["compiled_by_swap"] == row["compiled_by_next"] == 0
+        assert row["equal_to_resident"]
+        assert row["equal_to_next"]
+        assert row["streamed_gib"] > 0
+        assert row["changed"] > 1e-3
+    assert data["rows"][-1]["relative_difference"] < 1e-5
