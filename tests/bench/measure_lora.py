@@ -25,7 +25,8 @@ from torch import nn
 import fxoffload
 from fxoffload import timing
 from fxoffload.workloads import Workload, empty_model, find_workload, make_inputs, make_model, show, weight_nbytes
-from tests.bench.rowfile import EVERYTHING, GIB, Row, RowFile, budget_for, compilations
+from tests.bench.rowfile import EVERYTHING, GIB, Row, RowFile, budget_for
+from tests.bench.sweep import compilations
 
 WAYS = ("peft", "plain")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")

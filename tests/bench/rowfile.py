@@ -52,12 +52,6 @@ def budget_for(model: Any, text: str) -> int | str:
     return planned.activation_nbytes + sum(bucket.nbytes for bucket in planned.costs.buckets) // 2
 
 
-def compilations() -> int:
-    """How much was compiled so far: Dynamo graphs, and calls of Inductor."""
-    counters = torch._dynamo.utils.counters
-    return counters["stats"]["unique_graphs"] + sum(n for name, n in counters["inductor"].items() if name.startswith("fxgraph"))
-
-
 def host_nbytes() -> dict[str, int]:
     """What this process has resident, by kind: `anon` (memory pinned in place is in it), `shmem`, and `file` (mapped files)."""
     try:

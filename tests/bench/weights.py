@@ -1,8 +1,9 @@
 """Measure what becomes of weights: loaded from a checkpoint, kept over many forwards, swapped for adapters, quantized.
 
-    python -m tests.bench.weights loading  --out tests/bench/results/weights/loading.json
-    python -m tests.bench.weights forwards --out tests/bench/results/weights/forwards.json
-    python -m tests.bench.weights lora     --out tests/bench/results/weights/lora.json
+    python -m tests.bench.weights loading   --out tests/bench/results/weights/loading.json
+    python -m tests.bench.weights forwards  --out tests/bench/results/weights/forwards.json
+    python -m tests.bench.weights lora      --out tests/bench/results/weights/lora.json
+    python -m tests.bench.weights quantized --out tests/bench/results/weights/quantized.json
 
 Each has a module `measure_<name>`, whose docstring says what its numbers mean. Weights are random. The file is written anew
 behind every row. `--device cpu` with a `-tiny` workload shows that a measurement runs; times there say nothing about a GPU.
@@ -18,10 +19,15 @@ from pathlib import Path
 import torch
 
 from fxoffload.workloads import WORKLOADS
-from tests.bench import measure_forwards, measure_loading, measure_lora
+from tests.bench import measure_forwards, measure_loading, measure_lora, measure_quantized
 from tests.bench.rowfile import RowFile
 
-MEASUREMENTS = {"loading": measure_loading, "forwards": measure_forwards, "lora": measure_lora}
+MEASUREMENTS = {
+    "loading": measure_loading,
+    "forwards": measure_forwards,
+    "lora": measure_lora,
+    "quantized": measure_quantized,
+}
 
 
 def main(argv: Sequence[str]) -> RowFile:

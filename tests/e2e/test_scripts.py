@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,22 @@ def test_lora(way: str, tmp_path: Path) -> None:
         assert row["streamed_gib"] > 0
         assert row["changed"] > 1e-3
     assert data["rows"][-1]["relative_difference"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what torchao says when it is imported
+@pytest.mark.skipif(importlib.util.find_spec("fxoffload.wrappers") is None, reason="quantized weights are refused")
+def test_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--schemes", "int8,other", "--budgets", "half", "--steps", "1", "--warmup", "1", "--compiler", "eager")
+    data = tiny("quantized", tmp_path, *given, workload="flux-tiny")
+    resident, streamed, other = data["rows"]
+    assert other == {"scheme": "other", "error": "ValueError: 'other' is none of none, int8, float8, float8-dynamic"}
+    assert "Traceback" in capsys.readouterr().err
+    assert resident["streamed_nbytes"] == 0
+    assert resident["ratio"] == pytest.approx(1)
+    assert resident["equal_to_resident"]
+    assert streamed["equal_to_resident"]
+    # Weights of the blocks have a byte instead of four.
+    nbytes = data["schemes"]["int8"]["weights_gib"] * 2**30
+    assert nbytes / 2 < streamed["streamed_nbytes"] <= nbytes < 12 * 2**20
+    assert streamed["bound_ms"] >= resident["step_ms"] * 0.99
