@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from safetensors.torch import save_file
 import fxoffload
 from fxoffload import timing
 from fxoffload.calibrate import machine_of
+from fxoffload.engine import available_device
 from fxoffload.workloads import Workload, empty_model, find_workload, make_inputs, make_model, show, weight_nbytes
 from tests.bench.rowfile import GIB, HostPeak, Row, RowFile, host_nbytes, pinned_nbytes
 
@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, command: str) -> RowFile:
-    workload, device = find_workload(args.workload), torch.device(args.device)
+    workload, device = find_workload(args.workload), available_device(torch.device(args.device))
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         start = time.perf_counter()
@@ -113,7 +113,7 @@ def in_child(way: str, given: tuple[str, ...], nbytes: int) -> Row:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             row = pool.submit(load, *given).result()
-        except (BrokenProcessPool, RuntimeError, OSError, MemoryError) as error:
+        except Exception as error:
             return {"way": way, "error": f"{type(error).__name__}: {error}"}
     ratios = {"ratio": row["peak_nbytes"] / nbytes, "ratio_above_start": (row["peak_nbytes"] - row["before_nbytes"]) / nbytes}
     return {"way": way, **row, **ratios, "load_gb_s": nbytes / row["load_s"] / 1e9, "peak_gib": row["peak_nbytes"] / GIB}
@@ -121,7 +121,7 @@ def in_child(way: str, given: tuple[str, ...], nbytes: int) -> Row:
 
 def load(name: str, way: str, folder: str, device_name: str, budget: str, result: str) -> Row:
     """In the child: load, offload, run; the row's numbers. The result of the forward goes to a file."""
-    workload, device = find_workload(name), torch.device(device_name)
+    workload, device = find_workload(name), available_device(torch.device(device_name))
     torch.set_grad_enabled(False)
     # Packages are imported, the device has its context, and the machine is measured before memory is counted.
     torch.zeros(1, device=device)

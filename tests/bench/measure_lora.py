@@ -24,6 +24,7 @@ from torch import nn
 
 import fxoffload
 from fxoffload import timing
+from fxoffload.engine import available_device
 from fxoffload.workloads import Workload, empty_model, find_workload, make_inputs, make_model, show, weight_nbytes
 from tests.bench.rowfile import EVERYTHING, GIB, Row, RowFile, budget_for
 from tests.bench.sweep import compilations
@@ -46,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, command: str) -> RowFile:
-    workload, device = find_workload(args.workload), torch.device(args.device)
+    workload, device = find_workload(args.workload), available_device(torch.device(args.device))
     way = args.way or ("peft" if importlib.util.find_spec("peft") is not None else "plain")
     adapters = [adapter(workload, args.rank, k) for k in range(args.swaps + 1)]
     model: Any = make_model(workload, torch.device("cpu"), onload=device)

@@ -31,9 +31,10 @@ from torch import nn
 import fxoffload
 from fxoffload import api, timing
 from fxoffload.calibrate import machine_of
+from fxoffload.engine import available_device
 from fxoffload.workloads import Workload, blocks_of, find_workload, make_inputs, make_model, show
 from tests.bench.rowfile import EVERYTHING, GIB, Row, RowFile, budget_for
-from tests.bench.sweep import LINK_NBYTES, add_bounds, spread
+from tests.bench.sweep import add_bounds, link_gb_s, spread
 
 SCHEMES = ("none", "int8", "float8", "float8-dynamic")
 
@@ -47,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, command: str) -> RowFile:
-    workload, device = find_workload(args.workload), torch.device(args.device)
+    workload, device = find_workload(args.workload), available_device(torch.device(args.device))
     head = {"model": "", "torchao": version("torchao"), "compiler": args.compiler, "schemes": {}}
     rows = RowFile(args.out, command, device, **head)
     for scheme in args.schemes.split(","):
@@ -74,7 +75,7 @@ def version(package: str) -> str | None:
 
 def measure(rows: RowFile, scheme: str, workload: Workload, args: argparse.Namespace) -> None:
     """Rows of one scheme, and what is known of it besides."""
-    device = torch.device(args.device)
+    device = available_device(torch.device(args.device))
     (model, quantize_s), setup_s = timing.timed(lambda: quantized(workload, scheme, device), device)
     if not rows.data["model"]:
         plain_nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -105,7 +106,7 @@ def measure(rows: RowFile, scheme: str, workload: Workload, args: argparse.Names
     expected: torch.Tensor | None = None
     for budget in ("all", *args.budgets.split(","), "all"):
         row, times, output = one_budget(model, budget, call, args, device)
-        links.append(link_gb_s(model, device))
+        links.append(link_gb_s(model) if device.type == "cuda" else machine_of(device).link_gb_s)
         expected = output if expected is None else expected
         if budget == "all":
             resident.extend(times)
@@ -153,24 +154,6 @@ def one_budget(
         "under_budget": None if peaks.reserved_nbytes is None else peaks.reserved_nbytes <= plan.budget_nbytes,
     }
     return row, list(steps.times_ms), output.cpu()
-
-
-def link_gb_s(model: Any, device: torch.device) -> float:
-    """The link's rate now: of weights, copied from where they lie on the host. On the CPU device: the nominal one."""
-    if device.type == "cpu":
-        return machine_of(device).link_gb_s
-    buckets = list(api.engine_of(model).store.buckets.values())
-    buckets = buckets[:: max(1, sum(b.nbytes for b in buckets) // LINK_NBYTES)]
-    there = torch.empty(max(b.nbytes for b in buckets), dtype=torch.uint8, device=device)
-    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    start.record()
-    for bucket in buckets:
-        there[: bucket.nbytes].copy_(bucket.flat, non_blocking=True)
-    end.record()
-    end.synchronize()
-    del there
-    torch.accelerator.empty_cache()
-    return sum(b.nbytes for b in buckets) / start.elapsed_time(end) / 1e6
 
 
 def quantized(workload: Workload, scheme: str, device: torch.device) -> tuple[Any, float]:

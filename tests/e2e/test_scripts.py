@@ -58,7 +58,7 @@ def test_forwards(tmp_path: Path) -> None:
         assert all(row["equal_to_resident"] and row["tensors"] and row["events"] for row in marks)
         assert data["flat"][way]["streamed_nbytes"] > 0
         grew = data["flat"][way]["grew"]
-        assert all(grew[name] == 0 for name in measure_forwards.EXACT), grew
+        assert all(grew[name] <= 0 for name in measure_forwards.EXACT), grew
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
             Machine.nominal().save(cache_path(available))
             machine_of(available)
         for way in args.ways.split(","):
+            torch._dynamo.reset()
             why = cannot(way, available)
             print(f"{way}: " + (f"left out: {why}" if why else check(way, available)), flush=True)
     return 0
