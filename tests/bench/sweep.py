@@ -219,7 +219,7 @@ class Sweep:
         self.settle()
         times, host_ms, out = time_steps(self.call, self.args.steps)
         reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-        self.links.append(self.link_gb_s())
+        self.links.append(link_gb_s(self.model))
         out = out.cpu()
         if self.resident is None:
             assert bool(torch.isfinite(out).all()), "outputs that are not numbers compare nothing"
@@ -244,21 +244,6 @@ class Sweep:
             "plan_s": plan_s,
             "link_gb_s": self.links[-1],
         }
-
-    def link_gb_s(self) -> float:
-        """The link's rate now: of weights, copied from where they lie on the host."""
-        buckets = list(api.engine_of(self.model).store.buckets.values())
-        buckets = buckets[:: max(1, sum(b.nbytes for b in buckets) // LINK_NBYTES)]
-        there = torch.empty(max(b.nbytes for b in buckets), dtype=torch.uint8, device=DEVICE)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for bucket in buckets:
-            there[: bucket.nbytes].copy_(bucket.flat, non_blocking=True)
-        end.record()
-        end.synchronize()
-        del there
-        torch.cuda.empty_cache()
-        return sum(b.nbytes for b in buckets) / start.elapsed_time(end) / 1e6
 
     def costs_of_both(self) -> dict[str, Any]:
         return {"planned": dataclasses.asdict(self.binding.costs), "measured": dataclasses.asdict(self.measured)}
@@ -308,6 +293,22 @@ class Sweep:
     def copy(self) -> torch.nn.Module:
         """The same model again, on the device."""
         return make_model(find_workload(self.args.workload), DEVICE)
+
+
+def link_gb_s(model: torch.nn.Module) -> float:
+    """The link's rate now: of weights, copied from where they lie on the host."""
+    buckets = list(api.engine_of(model).store.buckets.values())
+    buckets = buckets[:: max(1, sum(b.nbytes for b in buckets) // LINK_NBYTES)]
+    there = torch.empty(max(b.nbytes for b in buckets), dtype=torch.uint8, device=DEVICE)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for bucket in buckets:
+        there[: bucket.nbytes].copy_(bucket.flat, non_blocking=True)
+    end.record()
+    end.synchronize()
+    del there
+    torch.cuda.empty_cache()
+    return sum(b.nbytes for b in buckets) / start.elapsed_time(end) / 1e6
 
 
 def compile_per_block(model: torch.nn.Module) -> None:

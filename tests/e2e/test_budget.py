@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import fxoffload
 from fxoffload import api
 from fxoffload.errors import BudgetError, ConfigError
-from tests.models import rows, toy
+from fxoffload.sizes import MIB
+from tests.checks import offload
+from tests.models import Toy, rows, seeded, toy
 
 
 def offloaded(n: int, budget: object, *, seed: int = 0, dynamic: bool | None = False) -> tuple[torch.nn.Module, object]:
@@ -119,3 +124,28 @@ def test_the_first_forward_streams_only_where_memory_may_be_short(budget: str, a
         for k in range(1, 4):
             torch.testing.assert_close(compiled(rows(k)), model(rows(k)))
         assert fxoffload.stats(model).nbytes_arena == fxoffload.get_plan(model).arena_nbytes
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@torch.no_grad()
+def test_compiling_and_the_first_forwards_take_no_more_than_the_budget(compiler: str) -> None:
+    """Case 19, on the CPU as the device: the weights' own memory is a mapping, so all that torch allocates is the device's."""
+    peaks = []
+    for budget in (MIB * 8, MIB * 64):
+        model = seeded(lambda: Toy(16, 256))
+        nbytes = sum(p.nbytes for p in model.parameters())
+        assert 2 * 8 * MIB < nbytes < 64 * MIB
+        compiled = offload(model, segment_compiler=compiler, memory_budget=budget, profile=True)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            # The first is timed piece by piece, with little staging.
+            compiled(rows(0, 256, 8))
+            compiled(rows(1, 256, 8))
+        peaks.append(peak_nbytes(recorded))
+    assert peaks[0] <= 8 * MIB
+    assert nbytes <= peaks[1] < nbytes + MIB, "what is counted has the arena, and the weights only once"
+
+
+def peak_nbytes(recorded: Any) -> int:
+    """The most that torch held of what it allocated meanwhile."""
+    events = (e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]")
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))

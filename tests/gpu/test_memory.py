@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -66,6 +67,52 @@ def test_the_peak_stays_under_the_budget(mebibytes: int) -> None:
         assert peak > budget // 2, "the budget is used"
     else:
         assert plan.streamed_nbytes == 0
+
+
+TUNED = {
+    "mode": "max-autotune-no-cudagraphs",
+    # A few of the many matrix products that there are: what they are tried with is as large.
+    "inductor": {"force_disable_caches": True, "test_configs.max_mm_configs": 4},
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"profile": True}, TUNED], ids=["compiled", "profiled", "tuned"])
+@torch.no_grad()
+def test_compiling_a_model_that_is_larger_than_the_device(settings: dict[str, Any]) -> None:
+    """Case 19. The cap, which stands for the device, is a little above the budget: no allocation comes near it."""
+    budget, cap, d = 384 << 20, 416 << 20, 1024
+    model = seeded(lambda: Toy(72, d).bfloat16())
+    assert sum(p.nbytes for p in model.parameters()) > 560 << 20
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(DEVICE)
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction((before + cap) / total, DEVICE)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            model.to(DEVICE)
+        model.cpu()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        tries = allocator_tries()
+        compiled = offload(model, memory_budget=budget, segment_compiler="inductor", **settings)
+        result = compiled(given(0, d=d, n=512))
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_reserved(DEVICE) - before
+        assert peak <= budget, f"{peak >> 20} MiB of {budget >> 20}"
+        assert allocator_tries() == tries, "the allocator ran into the cap"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    fxoffload.set_memory_budget(model, "2GiB")
+    assert torch.equal(compiled(given(0, d=d, n=512)), result)
+    assert fxoffload.get_plan(model).streamed_nbytes == 0
+
+
+def allocator_tries() -> tuple[int, int]:
+    """How often memory was short: solved by giving back what was cached, and not solved."""
+    counts = torch.cuda.memory_stats(DEVICE)
+    return counts["num_alloc_retries"], counts["num_ooms"]
 
 
 class Rows(nn.Module):
