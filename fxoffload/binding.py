@@ -61,9 +61,6 @@ class Binding(Planned):
         self._pick = picker([place for place, _, _ in bound])
         held = held_by((place.position, place.path) for place, _, _ in bound)
         self._pick_wrappers = picker([Source(position, path=path) for position, path in held])
-        # What the arena holds of these weights was copied under another binding, before edits that this one cannot know of.
-        for packed in self._packed:
-            engine.forget(packed)
         wrappers = self._pick_wrappers(args)
         for wrapper in wrappers:
             label(wrapper, torch.device("cpu"))
@@ -204,6 +201,7 @@ class Binding(Planned):
             if fresh and not self._warmup.done:
                 engine.make_room(None)
                 self._warmup.begin(inputs)
+            self._keep_watch(self._watch, self._packed, lambda packed: [part.bucket.name for part in packed.parts])
             staged, forward = self._stage(inputs)
             engine.transfer.begin()
             engine.transfer.counters.reset()

@@ -77,5 +77,4 @@ def _take_places(engine: Engine, tensors: Mapping[Source, torch.Tensor], names: 
         return
     store.rebind(places, coming)
     engine.adopt(coming)
-    for packed in places:
-        engine.forget(packed)
+    engine.forget(places)

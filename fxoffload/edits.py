@@ -5,18 +5,21 @@ Three looks, each at all weights of a graph at once:
 - the address: `p.data = other` puts other memory behind a parameter;
 - the version counter: in-place operations on the parameter raise it;
 - a probe of the bytes: `p.data += x`, as PEFT merges adapters, raises no counter, for `p.data` is another tensor object over the
-  same memory. So up to 32 words of 8 bytes of every weight, spread over its memory, are compared with what they were. Dense edits
-  change some of them; an edit of a few single elements through `.data` may change none, and needs `fxoffload.refresh`.
+  same memory. So up to 32 words of 8 bytes of every weight, spread over its memory, are compared with what they were. Dense
+  edits change some of them; an edit of a few single elements through `.data` may change none, and needs `fxoffload.refresh`.
+
+Only what the device keeps between calls can be outdated there (`EditWatch.keep`): all else is copied anew anyway.
 
 All words are read by one gather over the address space from the first weight to the last: a thousand views, or the two thousand
-lines of memory that single elements lie in, would take longer than the rest of a replayed forward.
+lines of memory that single elements lie in, would take longer than the rest of a replayed forward. Nothing here is handed to
+several threads, as `take`, or a comparison of 32,768 elements, would be: to wake them can take milliseconds.
 """
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import gcd
 from operator import attrgetter
 
@@ -24,6 +27,8 @@ import torch
 
 _WORD = 8
 _WORDS = 32
+_SERIAL = (1 << 15) - 1
+"""So many words torch compares on the calling thread."""
 _version = attrgetter("_version")
 
 
@@ -57,20 +62,30 @@ def elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Probe:
-    """Words of the address space, wherever they lie, read at once. `views`, which they lie in, stay alive with this."""
+    """Words of the address space, wherever they lie, read at once. The views that they lie in have to outlive this."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
-        self._views = list(views)
+        """Some view must have bytes."""
         words = [probed_words(view) for view in views]
         self.owner = [k for k, found in enumerate(words) for _ in found]
         first, last = min(w[0] for w in words if w), max(w[-1] for w in words if w)
-        self._places = torch.tensor([word - first for found in words for word in found])
         # Not a byte of this is read but at the places, each of which lies in a view.
         space = (ctypes.c_char * ((last + 1 - first) * _WORD)).from_address(first * _WORD)
-        self._space = torch.frombuffer(space, dtype=torch.int64)
+        with torch.inference_mode(False):
+            self._places = torch.tensor([word - first for found in words for word in found])
+            self._space = torch.frombuffer(space, dtype=torch.int64)
+            self._known, self._now = self._read(None), self._read(None)
 
-    def read(self) -> torch.Tensor:
-        return self._space.take(self._places)
+    def _read(self, out: torch.Tensor | None) -> torch.Tensor:
+        return torch.index_select(self._space, 0, self._places, out=out)
+
+    def changed(self) -> set[int]:
+        """The views that do not look as they did at the last question."""
+        known, now = self._known, self._read(self._now)
+        if all(map(torch.equal, now.split(_SERIAL), known.split(_SERIAL))):
+            return set()
+        self._known, self._now = now, known
+        return {self.owner[i] for i in (now != known).nonzero().view(-1).tolist()}
 
 
 class EditWatch:
@@ -90,8 +105,21 @@ class EditWatch:
         self._versions = _versions([*tensors, *(wrapper for wrapper, _ in wrappers)])
         self._counted: list[Sequence[int]] = [*((k,) for k in range(len(tensors))), *(held for _, held in wrappers)]
         """The weights that each of these counters stands for."""
+        self._views = list(views)
+        self._kept: dict[int, int] = {}
+        """The weights that are looked at, by their number in the probe."""
+        self._probe: _Probe | None = None
+
+    def keep(self, chosen: Collection[int]) -> list[int]:
+        """From now on the device keeps these weights between calls, and `written` tells of them alone.
+
+        Returns those that it did not keep before, of which nothing is known.
+        """
+        before = set(self._kept.values())
+        self._kept = dict(enumerate(sorted(chosen)))
+        views = [self._views[k] for k in self._kept.values()]
         self._probe = _Probe(views) if any(view.numel() for view in views) else None
-        self._known = self._probe.read() if self._probe is not None else torch.empty(0)
+        return [k for k in self._kept.values() if k not in before]
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Indices of the weights whose memory is not the store's any more."""
@@ -101,19 +129,16 @@ class EditWatch:
         return [k for k, (now, then) in enumerate(zip(pointers, self._pointers, strict=True)) if now != then]
 
     def written(self, tensors: Sequence[torch.Tensor], wrappers: Sequence[torch.Tensor] = ()) -> list[int]:
-        """Indices of the weights whose values changed since the last question."""
+        """Indices of the weights that the device keeps and whose values changed since the last question."""
         found: set[int] = set()
         versions = _versions([*tensors, *wrappers])
         if versions != self._versions:
             changes = zip(versions, self._versions, self._counted, strict=True)
             found.update(k for now, then, held in changes if now != then for k in held)
+            found.intersection_update(self._kept.values())
             self._versions = versions
         if self._probe is not None:
-            values = self._probe.read()
-            if not torch.equal(values, self._known):
-                owner = self._probe.owner
-                found.update(owner[i] for i in (values != self._known).nonzero().view(-1).tolist())
-                self._known = values
+            found.update(self._kept[k] for k in self._probe.changed())
         return sorted(found)
 
 

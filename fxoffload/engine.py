@@ -129,9 +129,11 @@ class Engine:
             nbytes,
         )
 
-    def forget(self, packed: HostTensor) -> None:
-        """The host bytes of a tensor changed: what the arena holds of its buckets is stale."""
-        stale = {part.bucket.name for part in packed.parts}
+    def forget(self, packed: Iterable[HostTensor]) -> None:
+        """The host bytes of tensors changed: what the arena holds of their buckets is stale."""
+        stale = {part.bucket.name for p in packed for part in p.parts}
+        if not stale:
+            return
         self.present = {offset: name for offset, name in self.present.items() if name not in stale}
         self.current = None
 

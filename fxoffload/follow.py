@@ -117,9 +117,6 @@ class Follower(Planned):
         self._machine = machine
         self._names = tuple(unit.name for unit in units.units)
         self._managed = Managed(engine, root, units)
-        for packed in self._managed.packed:
-            # What the arena holds of these weights was copied before edits that this one cannot know of.
-            engine.forget(packed)
         self.order: tuple[int, ...] = tuple(range(len(units.units)))
         self._known = False
         """Whether a forward has shown the order; until then it is that of definition."""
@@ -230,6 +227,7 @@ class Follower(Planned):
         engine.make_room(None if measures else self.plan)
         if measures:
             self._warmup.begin(inputs)
+        self._keep_watch(managed.watch, managed.packed, managed.buckets_of)
         if self._slots is None:
             hosts = {w.bucket.name: w.bucket for w in managed.whole.values()}
             self._stage(Slots(self.plan, hosts, engine.arena, engine.transfer))

@@ -85,6 +85,11 @@ class Managed:
             for name, tensor in tensors
         ]
 
+    def buckets_of(self, packed: HostTensor) -> list[str]:
+        """The name of the bucket that a tensor lies in, if it has bytes."""
+        weight = self.whole.get(id(packed))
+        return [] if weight is None else [weight.bucket.name]
+
     def _is_small_buffer(self, packed: HostTensor) -> bool:
         return id(packed) not in self._parts and is_small_buffer(tensor_of(packed))
 

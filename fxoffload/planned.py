@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -44,6 +44,8 @@ class Planned:
         self._warmup = warmup
         self._timer = warmup.timer
         self.plan: Plan | None = None
+        self._kept: Plan | None = None
+        """The plan that edits are looked for under."""
 
     @property
     def engine(self) -> Engine:
@@ -142,8 +144,21 @@ class Planned:
             if self.engine.store.sharing([tensors[k] for k in moved]):
                 raise Retied
             self.engine.store.rebind([packed[k] for k in moved], [tensors[k] for k in moved])
-        for k in {*moved, *watch.written(tensors, wrappers)}:
-            self.engine.forget(packed[k])
+        self.engine.forget([packed[k] for k in {*moved, *watch.written(tensors, wrappers)}])
+
+    def _keep_watch(self, watch: EditWatch, packed: Sequence[HostTensor], buckets: Callable[[HostTensor], Iterable[str]]) -> None:
+        """Tell who looks for edits what the plan keeps on the device between forwards; what is new there is copied.
+
+        `buckets`: the names of those that a tensor lies in.
+        """
+        plan = self.plan
+        assert plan is not None
+        if plan is self._kept:
+            return
+        self._kept = plan
+        names = {resident.bucket for resident in plan.residents} | {load.bucket for load in plan.live_at_start()}
+        new = watch.keep([k for k, p in enumerate(packed) if not names.isdisjoint(buckets(p))])
+        self.engine.forget([packed[k] for k in new])
 
     def _learn(self) -> None:
         """Plan with what the first forwards showed; plan again if one of the next takes more."""

@@ -41,6 +41,7 @@ def test_an_operator_on_a_wrapper_raises_its_counter_only() -> None:
     wrappers = [Scaled.of(made((4, 4), torch.float32)) for _ in range(2)]
     inner = [t for w in wrappers for t in (w.data_, w.scale)]
     watch = EditWatch(inner, inner, [(w, (2 * i, 2 * i + 1)) for i, w in enumerate(wrappers)])
+    watch.keep(range(len(inner)))
     assert watch.written(inner, wrappers) == []
     versions = [t._version for t in inner]
     wrappers[1].copy_(wrappers[1].clone())
@@ -67,6 +68,7 @@ class Watched:
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = [nn.Parameter(t, requires_grad=False) for t in tensors]
         self.watch = EditWatch(self.tensors, [t.data for t in self.tensors])
+        self.watch.keep(range(len(tensors)))
 
     def written(self) -> list[int]:
         return self.watch.written(self.tensors)
@@ -188,6 +190,40 @@ def test_several_edits_of_several_dtypes_are_told_apart() -> None:
     assert watched.written() == chosen
 
 
+def test_many_weights_are_compared_in_several_parts() -> None:
+    watched = Watched(*torch.rand(1500, 600))
+    for k in (0, 749, 1499):
+        dense_edit(watched.tensors[k])
+        assert watched.written() == [k]
+        assert watched.written() == []
+
+
+# -- what the device keeps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edit", [dense_edit, lambda p: p.add_(1)], ids=["through .data", "in place"])
+def test_edits_of_what_is_not_kept_are_not_told(edit: Callable[[torch.Tensor], object]) -> None:
+    watched = three()
+    assert watched.watch.keep([0, 2]) == []
+    for k in (1, 2):
+        edit(watched.tensors[k])
+    assert watched.written() == [2]
+    assert watched.watch.keep([]) == []
+    edit(watched.tensors[0])
+    assert watched.written() == []
+
+
+def test_of_what_was_not_kept_nothing_is_known() -> None:
+    watched = three()
+    watched.watch.keep([0])
+    dense_edit(watched.tensors[1])
+    assert watched.watch.keep([0, 1]) == [1], "whoever keeps it now has to copy it"
+    assert watched.written() == []
+    dense_edit(watched.tensors[0])
+    dense_edit(watched.tensors[1])
+    assert watched.written() == [0, 1]
+
+
 def test_nan_is_no_edit() -> None:
     assert Watched(torch.full((10, 10), float("nan"))).written() == []
     assert Watched(torch.full((10, 10), float("nan")).bfloat16()).written() == []
@@ -216,6 +252,7 @@ def test_asking_under_inference_mode_leaves_ordinary_tensors() -> None:
     tensors = [nn.Parameter(torch.rand(8, 8), requires_grad=False)]
     with torch.inference_mode():
         watch = EditWatch(tensors, tensors)
+        watch.keep([0])
         assert watch.written(tensors) == []
     with torch.no_grad():
         tensors[0].add_(1)
