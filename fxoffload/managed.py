@@ -1,7 +1,8 @@
 """The tensors of a model that runs without a compiler: which there are, which wrappers they are in, and where each is now.
 
 While nothing runs, every tensor is what it is in the host store. While its unit runs it is a view of the arena, and the wrappers
-that it is in say that they are on the device. What the model writes meanwhile is brought to the host when the unit is left.
+that it is in say that they are on the device. What the model writes meanwhile is brought to the host when the unit is left; of
+tensors that are on the device whatever runs, when the forward ends.
 """
 
 # Private names of torch: the base of batch norms. Checked on torch 2.11 and 2.13.
