@@ -131,7 +131,8 @@ class Engine:
 
     def forget(self, packed: HostTensor) -> None:
         """The host bytes of a tensor changed: what the arena holds of its buckets is stale."""
-        stale = {part.bucket.name for part in packed.parts}
+        buckets = [part.bucket for part in packed.parts]
+        stale = {bucket.name for bucket in buckets} | {w.whole.whole_name for bucket in buckets for w in bucket.weights}
         self.present = {offset: name for offset, name in self.present.items() if name not in stale}
         self.current = None
 
