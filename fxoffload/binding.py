@@ -201,7 +201,7 @@ class Binding(Planned):
             if fresh and not self._warmup.done:
                 engine.make_room(None)
                 self._warmup.begin(inputs)
-            self._keep_watch(self._watch, self._packed, lambda packed: [part.bucket.name for part in packed.parts])
+            self._keep_watch(self._watch, self._packed)
             staged, forward = self._stage(inputs)
             engine.transfer.begin()
             engine.transfer.counters.reset()

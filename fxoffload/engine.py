@@ -131,7 +131,7 @@ class Engine:
 
     def forget(self, packed: Iterable[HostTensor]) -> None:
         """The host bytes of tensors changed: what the arena holds of their buckets is stale."""
-        stale = {part.bucket.name for p in packed for part in p.parts}
+        stale = set[str]().union(*(p.bucket_names() for p in packed))
         if not stale:
             return
         self.present = {offset: name for offset, name in self.present.items() if name not in stale}

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxoffload.config import OffloadConfig
 from fxoffload.cost import BucketCost, Costs, SegmentCost
+from fxoffload.edits import elements
 from fxoffload.engine import Engine
 from fxoffload.errors import BudgetError
 from fxoffload.machine import Machine
@@ -89,7 +90,8 @@ class _Running:
 class _Forward:
     """How far a forward has come.
 
-    `ordered`: its order counts. `follows`: it is by the plan still.
+    `ordered`: its order counts. `follows`: it is by the plan still. `views`: what is on the device until it ends, residents and
+    what was borrowed. `versions`: where they stood when they came there.
     """
 
     ordered: bool
@@ -227,7 +229,7 @@ class Follower(Planned):
         engine.make_room(None if measures else self.plan)
         if measures:
             self._warmup.begin(inputs)
-        self._keep_watch(managed.watch, managed.packed, managed.buckets_of)
+        self._keep_watch(managed.watch, managed.packed)
         if self._slots is None:
             hosts = {w.bucket.name: w.bucket for w in managed.whole.values()}
             self._stage(Slots(self.plan, hosts, engine.arena, engine.transfer))
@@ -240,7 +242,7 @@ class Follower(Planned):
         engine.current = None
         managed.begin(wrappers)
         views = self._rest_views
-        self._forward = _Forward(ordered, ordered, views=views, versions=managed.versions(views))
+        self._forward = _Forward(ordered, ordered, views=[*views], versions=managed.versions(views))
         managed.put_in(views)
 
     def looking(self) -> AbstractContextManager[object]:
@@ -266,7 +268,8 @@ class Follower(Planned):
                 step = self._steps[position]
                 self._prefetch(step.prefetches)
                 self._wait(step.loads)
-                views = step.views
+                # What was borrowed may have been written there since.
+                views = [(p, view) for p, view in step.views if id(p) not in self._managed.present]
             self._managed.put_in(views)
         versions = self._managed.versions(views)
         start = self._timer.start() if self._timer is not None else None
@@ -294,6 +297,8 @@ class Follower(Planned):
             self._write_back(forward.views, forward.versions)
         finally:
             self._managed.end()
+            # What was borrowed goes before anybody measures what a forward holds.
+            forward.views.clear()
         self._looks = not completed
         if completed:
             engine.forwards += 1
@@ -322,11 +327,18 @@ class Follower(Planned):
 
     def borrow(self, packed: HostTensor) -> None:
         """Bring a tensor to the device in memory of its own for the rest of this forward; it is resident in the next ones."""
-        if id(packed) in self._managed.present:
+        managed, forward, host = self._managed, self._now, packed.view
+        if id(packed) in managed.present:
             return
         with packed.mode():
-            view = packed.view.to(self.engine.device)
-        self._managed.put_in([(packed, view)])
+            # A copy on every device, the CPU too: what is written to it reaches the host as from any other.
+            memory = elements(host).to(self.engine.device, copy=True)
+            views: Views = [(packed, memory.as_strided(host.shape, host.stride()))]
+        managed.put_in(views)
+        forward.views += views
+        forward.versions += managed.versions(views)
+        # What is written to it does not reach the arena.
+        self.engine.forget([packed])
         self._keep(packed)
 
     @property
@@ -357,8 +369,7 @@ class Follower(Planned):
         assert slots_of_plan is not None
         self._now.follows = False
         managed = self._managed
-        rest = {id(p) for p in managed.rest}
-        wanted = [(p, managed.whole.get(id(p))) for p in managed.units[unit] if id(p) not in rest]
+        wanted = [(p, managed.whole.get(id(p))) for p in managed.units[unit] if id(p) not in managed.present]
         engine.transfer.drain()
         offset = max((r.offset + r.nbytes for r in slots_of_plan.plan.residents), default=0)
         places: dict[str, int] = {r.bucket: r.offset for r in slots_of_plan.plan.residents}

@@ -1,7 +1,8 @@
 """The tensors of a model that runs without a compiler: which there are, which wrappers they are in, and where each is now.
 
 While nothing runs, every tensor is what it is in the host store. While its unit runs it is a view of the arena, and the wrappers
-that it is in say that they are on the device. What the model writes meanwhile is brought to the host when the unit is left.
+that it is in say that they are on the device. What the model writes meanwhile is brought to the host when the unit is left; of
+tensors that are on the device whatever runs, when the forward ends.
 """
 
 # Private names of torch: the base of batch norms. Checked on torch 2.11 and 2.13.
@@ -84,11 +85,6 @@ class Managed:
             self._find(tensor) or empty.setdefault(id(tensor), HostTensor(name, weakref.ref(tensor), tensor.data))
             for name, tensor in tensors
         ]
-
-    def buckets_of(self, packed: HostTensor) -> list[str]:
-        """The name of the bucket that a tensor lies in, if it has bytes."""
-        weight = self.whole.get(id(packed))
-        return [] if weight is None else [weight.bucket.name]
 
     def _is_small_buffer(self, packed: HostTensor) -> bool:
         return id(packed) not in self._parts and is_small_buffer(tensor_of(packed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -146,18 +146,15 @@ class Planned:
             self.engine.store.rebind([packed[k] for k in moved], [tensors[k] for k in moved])
         self.engine.forget([packed[k] for k in {*moved, *watch.written(tensors, wrappers)}])
 
-    def _keep_watch(self, watch: EditWatch, packed: Sequence[HostTensor], buckets: Callable[[HostTensor], Iterable[str]]) -> None:
-        """Tell who looks for edits what the plan keeps on the device between forwards; what is new there is copied.
-
-        `buckets`: the names of those that a tensor lies in.
-        """
+    def _keep_watch(self, watch: EditWatch, packed: Sequence[HostTensor]) -> None:
+        """Tell who looks for edits what the plan keeps on the device between forwards; what is new there is copied."""
         plan = self.plan
         assert plan is not None
         if plan is self._kept:
             return
         self._kept = plan
         names = {resident.bucket for resident in plan.residents} | {load.bucket for load in plan.live_at_start()}
-        new = watch.keep([k for k, p in enumerate(packed) if not names.isdisjoint(buckets(p))])
+        new = watch.keep([k for k, p in enumerate(packed) if not names.isdisjoint(p.bucket_names())])
         self.engine.forget([packed[k] for k in new])
 
     def _learn(self) -> None:

@@ -61,6 +61,16 @@ class HostTensor:
     view: torch.Tensor
     parts: list[HostWeight] = field(default_factory=list)
 
+    @property
+    def whole_name(self) -> str:
+        """Of the bucket that its rows make together, where they lie in several."""
+        return f"{self.name}[:]"
+
+    def bucket_names(self) -> set[str]:
+        """What the buckets with some of its bytes are called, in parts and whole; tied tensors have the same."""
+        buckets = {part.bucket.name: part.bucket for part in self.parts}
+        return buckets.keys() | {w.whole.whole_name for bucket in buckets.values() for w in bucket.weights}
+
     def is_like(self, other: torch.Tensor) -> bool:
         """Whether `other` has the same dtype and layout, and lies on the host."""
         mine = self.view
@@ -154,7 +164,7 @@ class HostStore:
         nbytes = align(span_nbytes(packed.view))
         region = first.bucket.region
         flat = region.flat(first.bucket.flat.data_ptr() - region.address, nbytes)
-        bucket = HostBucket(f"{packed.name}[:]", nbytes, region, flat)
+        bucket = HostBucket(packed.whole_name, nbytes, region, flat)
         shape, stride = tuple(packed.view.shape), tuple(packed.view.stride())
         bucket.weights.append(HostWeight(bucket, 0, span_nbytes(packed.view), shape, stride, packed))
         return bucket.weights[0]

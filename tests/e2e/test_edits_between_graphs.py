@@ -11,8 +11,8 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api
-from tests.checks import Trio, assert_streams, delay_copies, halve, offload
-from tests.models import Toy, rows, toy
+from tests.checks import Trio, assert_streams, attached, delay_copies, halve, offload
+from tests.models import Toy, rows, seeded, toy
 
 
 def _edit(model: Toy, i: int) -> None:
@@ -74,6 +74,36 @@ def test_edits_between_no_grad_and_inference_mode() -> None:
                 m.blocks[k + 1].up.weight.mul_(1.5)
             torch.testing.assert_close(compiled(rows(k)), reference(rows(k)), rtol=1e-4, atol=1e-5)
     assert len(api.bindings_of(model)) == 2
+
+
+class Tied(nn.Module):
+    """Two parameters over the memory of one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(100, 16)
+        self.inner = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 100, bias=False)
+        self.head.weight = nn.Parameter(self.table.weight.data)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.table(ids)))
+
+
+@pytest.mark.parametrize("part", ["table", "head"])
+def test_an_edit_of_a_table_that_a_graph_cut_by_rows_counts_without_a_compiler(part: str) -> None:
+    model: Any = seeded(Tied)
+    plain: Any = seeded(Tied)
+    compiled = offload(model, max_bucket_bytes=2048)
+    ids = torch.arange(5)
+    with torch.no_grad():
+        compiled(ids)
+        assert len(api.engine_of(model).store.buckets) > 2
+        attached(model, 2)
+        for _ in range(3):
+            assert torch.equal(model(ids), plain(ids))
+            for m in (model, plain):
+                getattr(m, part).weight.mul_(1.5)
 
 
 def test_a_block_list_replaced_by_a_shorter_one_and_back() -> None:
