@@ -56,7 +56,7 @@ class Managed:
         """Those that are part of a weight, or beside one."""
         self.rest = _distinct([*rest, *(p for p in self.packed if self._is_small_buffer(p))])
         """Resident, and on the device as long as a forward runs."""
-        self.whole: dict[int, HostWeight] = {id(p): engine.store.whole(p) for p in self.packed if p.parts and p.view.numel()}
+        self.whole: dict[int, HostWeight] = {id(p): engine.store.part(p, None) for p in self.packed if p.parts and p.view.numel()}
         """Those that have bytes, in one piece."""
         self._by_id = {id(tensor): p for p, tensor in zip(self.packed, self.tensors(), strict=True)}
         self._statistics = [(weakref.ref(m), p) for m in root.modules() for p in self._statistics_of(m)]

@@ -66,9 +66,8 @@ def pack_program(
     found: dict[str, HostWeight] = {}
     for placeholder, source in source_of.items():
         packed = engine.store.find(tensors[source.whole])
-        part = next((p for p in packed.parts if p.rows == source.rows), None) if packed is not None else None
-        if part is not None and part.nbytes:
-            found[placeholder] = part
+        if packed is not None and packed.parts and packed.view.numel():
+            found[placeholder] = engine.store.part(packed, source.rows)
     return found
 
 

@@ -60,16 +60,14 @@ class HostTensor:
     tensor: weakref.ref[torch.Tensor]
     view: torch.Tensor
     parts: list[HostWeight] = field(default_factory=list)
-
-    @property
-    def whole_name(self) -> str:
-        """Of the bucket that its rows make together, where they lie in several."""
-        return f"{self.name}[:]"
+    others: list[HostWeight] = field(default_factory=list)
+    """What it is seen as besides, cut otherwise (`HostStore.part`)."""
 
     def bucket_names(self) -> set[str]:
-        """What the buckets with some of its bytes are called, in parts and whole; tied tensors have the same."""
+        """What all buckets with some of its bytes are called. Tied tensors share them."""
         buckets = {part.bucket.name: part.bucket for part in self.parts}
-        return buckets.keys() | {w.whole.whole_name for bucket in buckets.values() for w in bucket.weights}
+        wholes = [w.whole for bucket in buckets.values() for w in bucket.weights]
+        return buckets.keys() | {other.bucket.name for whole in wholes for other in whole.others}
 
     def is_like(self, other: torch.Tensor) -> bool:
         """Whether `other` has the same dtype and layout, and lies on the host."""
@@ -156,17 +154,23 @@ class HostStore:
             self._forget(buckets)
             self._release([r for r in self._regions if id(r) in regions])
 
-    def whole(self, packed: HostTensor) -> HostWeight:
-        """A packed tensor in one piece. Where its rows lie in several buckets, these are one run of host memory, seen as one."""
-        first = packed.parts[0]
-        if first.rows is None:
-            return first
-        nbytes = align(span_nbytes(packed.view))
-        region = first.bucket.region
-        flat = region.flat(first.bucket.flat.data_ptr() - region.address, nbytes)
-        bucket = HostBucket(packed.whole_name, nbytes, region, flat)
-        shape, stride = tuple(packed.view.shape), tuple(packed.view.stride())
-        bucket.weights.append(HostWeight(bucket, 0, span_nbytes(packed.view), shape, stride, packed))
+    def part(self, packed: HostTensor, rows: tuple[int, int] | None) -> HostWeight:
+        """A packed tensor, or some rows (first, end) of it, in one piece.
+
+        Graphs may cut a weight by other rows than it was packed by, and code without a graph does not cut it. Its rows are one
+        run of host memory, whatever buckets they lie in: what is asked for is seen as a bucket of its own.
+        """
+        found = next((part for part in (*packed.parts, *packed.others) if part.rows == rows), None)
+        if found is not None:
+            return found
+        view = packed.view if rows is None else packed.view[rows[0] : rows[1]]
+        region = packed.parts[0].bucket.region
+        offset = view.data_ptr() - region.address
+        flat = region.flat(offset, min(align(span_nbytes(view)), region.nbytes - offset))
+        name = f"{packed.name}[:]" if rows is None else f"{packed.name}[{rows[0]}:{rows[1]}]"
+        bucket = HostBucket(self._unused(name), flat.numel(), region, flat)
+        bucket.weights.append(HostWeight(bucket, 0, span_nbytes(view), tuple(view.shape), tuple(view.stride()), packed, rows))
+        packed.others.append(bucket.weights[0])
         return bucket.weights[0]
 
     def by_name(self) -> dict[str, HostTensor]:

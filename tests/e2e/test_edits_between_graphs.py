@@ -27,6 +27,52 @@ def _assign(model: Toy, i: int) -> None:
     model.blocks[i].up.weight.data = model.blocks[i].up.weight + 0.5
 
 
+class CutTwice(nn.Module):
+    """An embedding in one graph that is the projection of the next, which has more weights, so that each cuts it by other rows."""
+
+    def __init__(self, swapped: bool) -> None:
+        super().__init__()
+        self.swapped = swapped
+        self.embed = nn.Embedding(24_000, 256)
+        self.small = nn.Linear(256, 256)
+        self.large = nn.ModuleList(nn.Linear(256, 8192) for _ in range(5))
+        self.head = nn.Linear(256, 24_000, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + 1
+        x = self._many(x) if self.swapped else self.small(x)
+        torch._dynamo.graph_break()
+        x = self.small(x) if self.swapped else self._many(x)
+        return self.head(x)
+
+    def _many(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(layer(x).mean(-1, keepdim=True) for layer in self.large)
+
+
+@pytest.mark.filterwarnings("ignore:backend. graph break")
+@pytest.mark.parametrize("swapped", [False, True], ids=["finer first", "coarser first"])
+def test_graphs_that_cut_a_tied_weight_by_other_rows(swapped: bool) -> None:
+    ids = torch.arange(0, 24_000, 997)[None]
+    model, reference = (seeded(lambda: CutTwice(swapped)) for _ in range(2))
+    compiled = offload(model, fullgraph=False)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids), reference(ids))
+        cuts = [{w.rows for w in binding._weights.values() if w.rows} for binding in api.bindings_of(model)]
+        assert all(cuts), "both graphs cut it"
+        assert cuts[0] != cuts[1], "by other rows"
+        expected = compiled(ids)
+        halve(model)
+        for k in range(3):
+            delay_copies(model)
+            assert torch.equal(compiled(ids), expected)
+            assert fxoffload.stats(model).nbytes_copied > 0
+            for m in (model, reference):
+                m.embed.weight[997 * k].add_(0.5)
+            torch.testing.assert_close(compiled(ids), reference(ids))
+            expected = compiled(ids)
+
+
 CHANGES = pytest.mark.parametrize("change", [_edit, _replace, _assign])
 
 
