@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload.blocks import find_blocks
+from fxoffload.blocks import Blocks, find_blocks
 from fxoffload.buckets import pack_buckets
 from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
@@ -33,7 +33,7 @@ from fxoffload.names import dotted_name
 from fxoffload.owner import calling_line, owner_of, running_roots, tensor_names
 from fxoffload.pack import pack_program
 from fxoffload.passes.base import copy_graph
-from fxoffload.price import price
+from fxoffload.price import SegmentPrice, price
 from fxoffload.program import Program, input_names
 from fxoffload.read import name_of, read_facts
 from fxoffload.rows import Source, split_rows
@@ -49,6 +49,8 @@ BACKEND = "layerwise"
 _LARGEST_BUCKET_NBYTES = 112 << 20
 _LEAST_BUCKET_NBYTES = 4 << 20
 _PIECES = 12
+_LEAST_FINER_NBYTES = 48 << 20
+_FINER_PIECES = 64
 _STAGES = ("config: ", "select: ", "units: ")
 """Their errors are for a user, of whatever type they are."""
 
@@ -117,21 +119,31 @@ def analyse(
         gm, example_inputs, onload, is_weight=is_weight, name_of=lambda n, t: name_of(n, t, names)
     )
     names = {**inner_names, **names}
-    limit_nbytes = _bucket_limit(config, nbytes_of(reals.values()))
-    inputs, cuts = split_rows(gm, plain, limit_nbytes, is_weight)
-    sources = [dataclasses.replace(places[cut.position], rows=cut.rows) for cut in cuts]
-    sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
-    facts = read_facts(gm, inputs, onload, names, allow_meta=not runs)
-    watch.lap("facts")
-    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=_declared(root, _part_of(reals, names)))
-    watch.lap("blocks")
+    declared = _declared(root, _part_of(reals, names))
     machine = machine or machine_of(onload)
     watch.lap("machine")
-    prices = price(facts, blocks, machine)
-    watch.lap("price")
+
+    def cut(limit_nbytes: int) -> _Cut:
+        mine = fx.GraphModule(gm, copy_graph(gm.graph))
+        inputs, cuts = split_rows(mine, plain, limit_nbytes, is_weight)
+        sink_views(mine, {n for n, t in zip(mine.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
+        facts = read_facts(mine, inputs, onload, names, allow_meta=not runs)
+        watch.lap("facts")
+        blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=declared)
+        watch.lap("blocks")
+        prices = price(facts, blocks, machine)
+        watch.lap("price")
+        return _Cut(mine, [dataclasses.replace(places[c.position], rows=c.rows) for c in cuts], facts, blocks, prices)
+
+    limit_nbytes = _bucket_limit(config, nbytes_of(reals.values()))
+    found = cut(limit_nbytes)
+    finer_nbytes = _finer_limit(machine, found.prices)
+    if config.max_bucket_bytes == "auto" and finer_nbytes < limit_nbytes:
+        found = cut(finer_nbytes)
+    gm, facts, blocks, prices = found.gm, found.facts, found.blocks, found.prices
     top = split_graph(gm, blocks)
     watch.lap("split")
-    passed, weight_sources = _arguments(gm, facts, sources)
+    passed, weight_sources = _arguments(gm, facts, found.sources)
     rows = frozenset(w.placeholder for w, source in zip(facts.weights, weight_sources, strict=True) if source.rows is not None)
     keep = _kept(facts, weight_sources, example_inputs, selected) | crossing_weights(gm, blocks, facts)
     return Program(
@@ -239,11 +251,32 @@ def _warm_inductor() -> None:
     async_compile.maybe_warm_pool()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cut:
+    """The graph with its large weights cut by rows, where these come from, its blocks, and what they cost."""
+
+    gm: fx.GraphModule
+    sources: list[Source]
+    facts: Facts
+    blocks: Blocks
+    prices: tuple[SegmentPrice, ...]
+
+
 def _bucket_limit(config: OffloadConfig, total_nbytes: int) -> int:
     """A twelfth of the weights, within 4 to 112 MiB: copies of some MiB already run at the speed of the link."""
     if config.max_bucket_bytes != "auto":
         return config.max_bucket_bytes
     return max(_LEAST_BUCKET_NBYTES, min(_LARGEST_BUCKET_NBYTES, total_nbytes // _PIECES))
+
+
+def _finer_limit(machine: Machine, prices: Sequence[SegmentPrice]) -> int:
+    """A 64th of what the link brings while everything computes, but not below 48 MiB.
+
+    Two buckets of staging are bytes that cannot stay. Where copies take far longer than compute, as in the decoding of single
+    tokens, they are most of what separates a step from its bound, and more segments cost nothing that copies do not hide.
+    """
+    compute_ms = sum(p.cost.compute_ms for p in prices)
+    return max(_LEAST_FINER_NBYTES, int(machine.link_bytes_per_ms * compute_ms / _FINER_PIECES))
 
 
 def _declared(root: torch.nn.Module | None, part: str) -> set[str]:

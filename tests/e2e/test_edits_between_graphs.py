@@ -28,7 +28,7 @@ def _assign(model: Toy, i: int) -> None:
 
 
 class CutTwice(nn.Module):
-    """An embedding in one graph that is the projection of the next, which has more weights, so that each cuts it by other rows."""
+    """An embedding in one graph that is the projection of the next, which has more weights, so each cuts it by other rows."""
 
     def __init__(self, swapped: bool) -> None:
         super().__init__()
