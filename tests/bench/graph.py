@@ -5,9 +5,9 @@
 For each budget a pair of rows. `host_ms` is the time that the host takes to issue one forward from an idle device, all that the
 caller waits for included: Dynamo's guards, the look at every weight, the launch. `host_unguarded_ms` is that without the guards
 (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), which grow with the number of modules. `bound_ms` is the windowed
-bound, from the segment times of a resident forward, scaled to the faster of the two resident steps. Both results are compared bit
-for bit with the resident, uncaptured one. `host_costs_us` says where the host's time goes in a forward: the median of each kind of
-call, and how many there are; `calls_us` what single calls of torch cost on idle streams.
+bound, from the segment times of a resident forward, scaled to the faster of the two resident steps. Both results are compared
+bit for bit with the resident, uncaptured one. `host_costs_us` says where the host's time goes in a forward: the median of each
+kind of call, and how many there are; `calls_us` what single calls of torch cost on idle streams.
 """
 
 from __future__ import annotations
