@@ -13,14 +13,10 @@ own. Another backend's graphs break around every unit, and compute the same.
 
 from __future__ import annotations
 
-import functools
 import operator
-import sys
-import types
-import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -29,10 +25,10 @@ from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
 from fxoffload.engine import Engine, available_device, engine_for
-from fxoffload.errors import GradientError, OffloadError, OffloadWarning
+from fxoffload.entries import Entry, Hook, apart, is_called, is_compiled
+from fxoffload.errors import GradientError, OffloadError
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
-from fxoffload.hostalias import is_tracing
 from fxoffload.planned import Retied
 from fxoffload.units import Units, find_units, split_limit
 
@@ -77,7 +73,7 @@ class Attachment:
         )
         self._followers: dict[str, Follower] = {}
         self._hooks: list[RemovableHandle] = []
-        self._entries: list[str] = []
+        self._entries: list[Entry] = []
         self._running: Follower | None = None
         self._alone: torch.nn.Module | None = None
         """The unit that was called outside all entries."""
@@ -145,10 +141,16 @@ class Attachment:
         root = self.root
         if all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure):
             return
-        self._unhook()
+        former, given = self.units, self._given
         self._given = None
-        self.units = self._find()
+        units = self._find()
         self._structure = _structure(root)
+        if units.are_same(former):
+            # Other modules around them, as a cache of blocks puts there and takes away in every forward.
+            self._given = given
+            return
+        self._unhook()
+        self.units = units
         self.engine.planned = [p for p in self.engine.planned if p not in self._followers.values()]
         self._followers.clear()
         self._stand_in(root)
@@ -156,11 +158,11 @@ class Attachment:
     def _stand_in(self, root: torch.nn.Module) -> None:
         for name in ENTRIES:
             method = getattr(root, name, None)
-            if callable(method) and name not in vars(root):
-                setattr(root, name, _Entry(self, name, method))
-                self._entries.append(name)
+            if callable(method) and not is_compiled(method):
+                self._entries.append(Entry(self, name, method))
+                self._entries[-1].stand_in(root)
         for index, unit in enumerate(self.units.units):
-            before, after = _Hook(self, index, enters=True), _Hook(self, index, enters=False)
+            before, after = Hook(self, index, enters=True), Hook(self, index, enters=False)
             self._hooks.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
@@ -170,25 +172,28 @@ class Attachment:
         self._hooks.clear()
         root = self._root()
         if root is not None:
-            for name in self._entries:
-                vars(root).pop(name, None)
+            for entry in self._entries:
+                entry.step_aside(root)
         self._entries.clear()
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
     def call(self, entry: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A method of the root, from host memory."""
+        if not self._hooks:
+            # Detached, and somebody kept the stand-in.
+            return method(*args, **kwargs)
         with self.engine.lock:
             if self._running is not None and self._alone is None:
                 return method(*args, **kwargs)
-            args, kwargs, looking = _apart(self._begin_entry, entry, args, kwargs)
+            args, kwargs, looking = apart(self._begin_entry, entry, args, kwargs)
             completed = False
             try:
                 with looking:
                     result = method(*args, **kwargs)
                 completed = True
             finally:
-                _apart(self._end, completed=completed)
+                apart(self._end, completed=completed)
             target = self.config.output_device
             return result if target is None else to_device(result, target)
 
@@ -201,7 +206,7 @@ class Attachment:
     def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A unit is called. Returns its arguments, where they had to come to the device first."""
         with self.engine.lock:
-            if self._alone is not None and not _is_called(self._alone, beyond=self._alone == self._module(unit)):
+            if self._alone is not None and not is_called(self._alone, beyond=self._alone == self._module(unit)):
                 # A call of a unit on its own was interrupted, and its hook never ran.
                 self._end_alone(completed=False)
             if self._running is not None:
@@ -278,94 +283,6 @@ class Attachment:
                 f"eager: {type(self.root).__name__}: its weights require gradients, and weights are streamed for inference only; "
                 "call the model under torch.no_grad() or torch.inference_mode()"
             )
-
-
-class _Entry:
-    """Stands in for a method of the root. A copy of the root gets its class's method."""
-
-    def __init__(self, attachment: Attachment, name: str, method: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._attachment = attachment
-        self._name = name
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and _traces_for_us():
-            return self._method(*args, **kwargs)
-        return _enclosing(self._attachment.call, self._name, self._method, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _method_of(memo.get(id(self._attachment.root), self._attachment.root), self._name)
-
-    def __reduce__(self) -> Any:
-        return _method_of, (self._attachment.root, self._name)
-
-
-def _method_of(root: torch.nn.Module, name: str) -> Any:
-    return types.MethodType(getattr(type(root), name), root)
-
-
-class _Hook:
-    """Before or behind a unit's forward. A copy of the module gets one that does nothing."""
-
-    def __init__(self, attachment: Attachment, unit: int, *, enters: bool) -> None:
-        self._attachment = attachment
-        self._unit = unit
-        self._enters = enters
-
-    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any, *_output: Any) -> Any:
-        if torch.compiler.is_compiling() and _traces_for_us():
-            return None
-        if self._enters:
-            return _apart(self._attachment.enter, self._unit, args, kwargs)
-        return _apart(self._attachment.leave, self._unit)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _no_hook
-
-    def __reduce__(self) -> Any:
-        return _get_no_hook, ()
-
-
-def _no_hook(*_: Any) -> None:
-    pass
-
-
-def _get_no_hook() -> Callable[..., None]:
-    return _no_hook
-
-
-@torch._dynamo.assume_constant_result
-def _traces_for_us() -> bool:
-    """Asked by Dynamo while it traces an offloaded model, for a backend of ours or for another one."""
-    if is_tracing():
-        return True
-    warnings.warn(
-        "eager: an offloaded model is compiled by another backend, which breaks the graph around every unit; "
-        "torch.compile(model, backend='layerwise') compiles it as one graph, and streams by the same settings",
-        OffloadWarning,
-        stacklevel=2,
-    )
-    return False
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-# Another backend's graphs break here: around what is done at a unit, and before and behind the code of an entry.
-_apart = cast("Callable[..., Any]", torch.compiler.disable(_call))
-_enclosing = cast("Callable[..., Any]", torch.compiler.disable(_call, recursive=False))
-
-
-def _is_called(module: torch.nn.Module, *, beyond: bool) -> bool:
-    """Whether a call of this module is on the Python stack; `beyond` the innermost one, which is known."""
-    frame: types.FrameType | None = sys._getframe(1)
-    found = 0
-    while frame is not None:
-        found += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return found > int(beyond)
 
 
 def _structure(root: torch.nn.Module) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
