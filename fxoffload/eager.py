@@ -25,7 +25,7 @@ from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
 from fxoffload.engine import Engine, available_device, engine_for
-from fxoffload.entries import Entry, Hook, apart, is_called, is_compiled
+from fxoffload.entries import Entry, Hook, RootHook, apart, is_called, is_compiled
 from fxoffload.errors import GradientError, OffloadError
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
@@ -76,7 +76,7 @@ class Attachment:
         self._entries: list[Entry] = []
         self._running: Follower | None = None
         self._alone: torch.nn.Module | None = None
-        """The unit that was called outside all entries."""
+        """The unit that was called outside all entries; or the root, by a forward that somebody put in place of the entry."""
         try:
             self.units = self._find()
             self._structure = _structure(root)
@@ -165,6 +165,10 @@ class Attachment:
             before, after = Hook(self, index, enters=True), Hook(self, index, enters=False)
             self._hooks.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        if all(unit.module is not root for unit in self.units.units):
+            before, after = RootHook(self, enters=True), RootHook(self, enters=False)
+            self._hooks.append(root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(root.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -184,7 +188,7 @@ class Attachment:
             # Detached, and somebody kept the stand-in.
             return method(*args, **kwargs)
         with self.engine.lock:
-            if self._running is not None and self._alone is None:
+            if self._running is not None and (self._alone is None or self._is_in_root()):
                 return method(*args, **kwargs)
             args, kwargs, looking = apart(self._begin_entry, entry, args, kwargs)
             completed = False
@@ -202,6 +206,39 @@ class Attachment:
         moved = self._begin(entry, args, kwargs, ordered=True)
         assert self._running is not None
         return *moved, self._running.looking()
+
+    def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The root is called. Returns its arguments on the device, where a forward without an entry around it is to run.
+
+        A library may have put its own in place of the entry, as a cache of steps does. The next call has an entry around it.
+        """
+        root = self.root
+        theirs = root.forward
+        with self.engine.lock:
+            if self._alone is root and not is_called(root, beyond=True):
+                # Interrupted, and the hook never ran.
+                self._end_alone(completed=False)
+            if self._running is not None or theirs in self._entries or is_compiled(theirs):
+                return None
+            self._entries.append(Entry(self, "forward", theirs))
+            self._entries[-1].stand_in(root)
+            args, kwargs, _ = self._begin_entry("forward", args, kwargs)
+            self._alone = root
+            self.engine.lock.acquire()
+            return args, kwargs
+
+    def _is_in_root(self) -> bool:
+        return self._alone is self.root and is_called(self.root, beyond=False)
+
+    def leave_root(self, result: Any) -> Any:
+        """The root returned, or raised and there is no result. Returns the result where it has to be."""
+        if self._alone is not self.root:
+            return None
+        # Nothing was learned: no mode that a missing hook would leave behind has looked for weights read outside their units.
+        self._end_alone(completed=False)
+        self.engine.forwards += result is not None
+        target = self.config.output_device
+        return None if target is None else to_device(result, target)
 
     def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A unit is called. Returns its arguments, where they had to come to the device first."""
@@ -229,7 +266,7 @@ class Attachment:
         running = self._running
         if running is not None and running.innermost == unit:
             running.leave(unit)
-            if self._alone is not None and running.innermost is None:
+            if self._alone is self._module(unit) and running.innermost is None:
                 self._end_alone(completed=True)
 
     def _module(self, unit: int) -> torch.nn.Module:

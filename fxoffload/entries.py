@@ -93,6 +93,25 @@ class Hook:
         return _get_no_hook, ()
 
 
+class RootHook:
+    """Before or behind a call of the root, whose forward may be somebody's who put it in place of the entry."""
+
+    def __init__(self, attachment: Attachment, *, enters: bool) -> None:
+        self._attachment = attachment
+        self._enters = enters
+
+    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        return self._attachment.enter_root(args, kwargs) if self._enters else self._attachment.leave_root(*output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _get_no_hook, ()
+
+
 def _no_hook(*_: Any) -> None:
     pass
 
