@@ -277,8 +277,7 @@ class Attachment:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         follower = self._follower(entry)
         self._refuse_gradients(follower)
-        device = self.engine.device
-        args, kwargs = to_device(args, device), to_device(kwargs, device)
+        args, kwargs = self._to_onload((args, kwargs))
         shared = self.engine.shared_budget(self.config)
         if shared is not None:
             shared.lock.acquire()
@@ -295,6 +294,15 @@ class Attachment:
             raise
         self._running = follower
         return args, kwargs
+
+    def _to_onload(self, given: Any) -> Any:
+        """Inputs on the onload device, wherever they were."""
+        if any(tensor.is_meta for tensor in tensors_in(given)):
+            raise OffloadError(
+                f"eager: {type(self.root).__name__}: an input is on the meta device, without bytes; give one that is on "
+                f"{str(self.engine.device)!r}, or on another device that it can be copied from"
+            )
+        return to_device(given, self.engine.device)
 
     def _end(self, *, completed: bool) -> None:
         follower, self._running = self._running, None

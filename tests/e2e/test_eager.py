@@ -528,6 +528,18 @@ def test_errors() -> None:
     attachment.detach()
 
 
+def test_an_input_without_bytes_is_an_error_and_the_next_right_call_works() -> None:
+    """Inputs of other devices are moved to the onload device; these cannot be."""
+    with twins(lambda: Toy(5), part=0.5) as (model, plain):
+        wrong = inputs(1)[0].to("meta")
+        for _ in range(3):
+            for part in (model, model.blocks[1]):
+                with pytest.raises(OffloadError, match="Toy: an input is on the meta device, without bytes; give one that is"):
+                    call_under_no_grad(part, wrong)
+            check(model, plain, inputs(2))
+            check(model.blocks[1], plain.blocks[1], inputs(1), streams=False)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_modes_in_turn(mode: Callable[[], Any]) -> None:
     with twins(lambda: Toy(5), part=0.5) as (model, plain):

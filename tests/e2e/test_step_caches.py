@@ -1,4 +1,4 @@
-"""Caches that skip blocks in some steps, as cache-dit does: they replace the forward of a model, and put their own blocks there."""
+"""Caches that skip blocks in some steps, as cache-dit does: they replace a model's forward, and put their own blocks there."""
 
 # pyright: reportPrivateUsage=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportUnusedExpression=false, reportIndexIssue=false
