@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
-from fxoffload.engine import Engine, available_device, engine_for
+from fxoffload.engine import Engine, available_device, engine_for, find_engine
 from fxoffload.entries import Entry, Hook, RootHook, apart, is_called, is_compiled
 from fxoffload.errors import GradientError, OffloadError
 from fxoffload.follow import Follower
@@ -43,6 +43,33 @@ def attachment_of(root: torch.nn.Module) -> Attachment | None:
     """What offloads this model without a compiler, or None."""
     found = _attachment_of.get(root)
     return found() if found is not None else None
+
+
+def is_inside(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether this is in a call of a model that is offloaded without a compiler and has these weights."""
+    attachment = attachment_with(weights)
+    return attachment is not None and attachment.runs_here()
+
+
+def refuse_inside(weights: Sequence[torch.Tensor]) -> None:
+    """Raises OffloadError in a call of a model that is offloaded without a compiler and has these weights.
+
+    The arena is in the state of its plan, and a compiled graph of a part would run by a plan of its own in there.
+    """
+    attachment = attachment_with(weights)
+    if attachment is not None and attachment.runs_here():
+        raise OffloadError(
+            f"eager: {type(attachment.root).__name__}: a part of it is compiled with backend='layerwise', and it runs without a "
+            "compiler around that; compile the whole model with torch.compile(model, backend='layerwise'), or its parts with "
+            "another backend"
+        )
+
+
+def attachment_with(weights: Sequence[torch.Tensor]) -> Attachment | None:
+    """What offloads the model that these weights belong to without a compiler, or None."""
+    engine = find_engine(weights)
+    root = engine.root() if engine is not None and engine.root is not None else None
+    return attachment_of(root) if root is not None else None
 
 
 def attach(root: torch.nn.Module, config: OffloadConfig, units: Units | None = None) -> Attachment:
@@ -68,6 +95,7 @@ class Attachment:
         self._root = weakref.ref(root)
         self.config = config
         self._given = units
+        _dissolve_parts(root)
         self.engine: Engine = engine_for(
             [*root.parameters(), *root.buffers()], root, config, available_device(config.onload_device)
         )
@@ -207,6 +235,14 @@ class Attachment:
         assert self._running is not None
         return *moved, self._running.looking()
 
+    def runs_here(self) -> bool:
+        """Whether this is inside of a call. Waits for the calls of other threads."""
+        with self.engine.lock:
+            if self._alone is not None and not is_called(self._alone, beyond=False):
+                # Interrupted, and the hook never ran.
+                self._end_alone(completed=False)
+            return self._running is not None
+
     def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The root is called. Returns its arguments on the device, where a forward without an entry around it is to run.
 
@@ -328,6 +364,16 @@ class Attachment:
                 f"eager: {type(self.root).__name__}: its weights require gradients, and weights are streamed for inference only; "
                 "call the model under torch.no_grad() or torch.inference_mode()"
             )
+
+
+def _dissolve_parts(root: torch.nn.Module) -> None:
+    """Parts of the model that were compiled for our backend and called before are offloaded with it from now on."""
+    parts = {id(module) for module in root.modules() if module is not root}
+    engines = [find_engine([tensor]) for tensor in (*root.parameters(), *root.buffers())]
+    for engine in {id(engine): engine for engine in engines if engine is not None}.values():
+        if engine.root is not None and id(engine.root()) in parts:
+            with engine.lock:
+                engine.dissolve()
 
 
 def _structure(root: torch.nn.Module) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
