@@ -21,7 +21,7 @@ from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger, start_logging, switches
 from fxoffload.dispatch import Dispatch, place
-from fxoffload.eager import attachment_of, attachment_with, is_inside
+from fxoffload.eager import attachment_of, attachment_with, held
 from fxoffload.engine import available_device
 from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.facts import Facts
@@ -70,12 +70,12 @@ def layerwise(
             refuse_foreign_hooks(root)
         config = OffloadConfig.from_options(options, mode=mode, base=attached_config(root, weights))
         program = analyse(gm, example_inputs, config, root=root)
-        runs = not is_inside(weights)
-        dispatch = Dispatch(_compile(program, example_inputs, packs=runs))
-        with suppress(OffloadError):
-            # Where host memory does not suffice, the call tries again, and says so. Inside of an offloaded model it is refused.
-            if runs:
-                dispatch.bind(example_inputs)
+        with held(weights) as free:
+            dispatch = Dispatch(_compile(program, example_inputs, packs=free))
+            with suppress(OffloadError):
+                # Where host memory does not suffice, or others run the model now, the call tries again, and says so.
+                if free:
+                    dispatch.bind(example_inputs)
     except (OffloadError, TypeError, AttributeError) as error:
         if not isinstance(error, OffloadError) and not str(error).startswith(_STAGES):
             raise

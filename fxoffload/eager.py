@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,10 +46,23 @@ def attachment_of(root: torch.nn.Module) -> Attachment | None:
     return found() if found is not None else None
 
 
-def is_inside(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether this is in a call of a model that is offloaded without a compiler and has these weights."""
-    attachment = attachment_with(weights)
-    return attachment is not None and attachment.runs_here()
+@contextmanager
+def held(weights: Sequence[torch.Tensor]) -> Generator[bool, None, None]:
+    """Keep the model that has these weights from running, or False where it runs now, in this thread or in another.
+
+    Does not wait: the caller holds Dynamo's lock, which a call of the model may be waiting for.
+    """
+    engine = find_engine(weights)
+    if engine is None:
+        yield True
+    elif not engine.lock.acquire(blocking=False):
+        yield False
+    else:
+        try:
+            attachment = attachment_with(weights)
+            yield attachment is None or not attachment.runs_here()
+        finally:
+            engine.lock.release()
 
 
 def refuse_inside(weights: Sequence[torch.Tensor]) -> None:

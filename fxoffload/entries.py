@@ -37,7 +37,7 @@ class Entry:
         self._former: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and _traces_for_us():
+        if torch.compiler.is_dynamo_compiling() and _traces_for_us():
             return self._method(*args, **kwargs)
         return _enclosing(self._attachment.call, self._name, self._method, args, kwargs)
 
@@ -80,7 +80,7 @@ class Hook:
         self._enters = enters
 
     def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any, *_output: Any) -> Any:
-        if torch.compiler.is_compiling() and _traces_for_us():
+        if torch.compiler.is_dynamo_compiling() and _traces_for_us():
             return None
         if self._enters:
             return apart(self._attachment.enter, self._unit, args, kwargs)
@@ -101,7 +101,7 @@ class RootHook:
         self._enters = enters
 
     def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return None
         return self._attachment.enter_root(args, kwargs) if self._enters else self._attachment.leave_root(*output)
 
