@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
 from fxoffload.engine import Engine, available_device, engine_for, find_engine
 from fxoffload.entries import Entry, Hook, RootHook, apart, is_called, is_compiled
-from fxoffload.errors import GradientError, OffloadError
+from fxoffload.errors import BudgetError, GradientError, OffloadError
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
+from fxoffload.pack import all_tensors
 from fxoffload.planned import Retied
 from fxoffload.units import Units, find_units, split_limit
 
@@ -114,6 +115,8 @@ class Attachment:
             [*root.parameters(), *root.buffers()], root, config, available_device(config.onload_device)
         )
         self._followers: dict[str, Follower] = {}
+        self._activations: dict[str, int] = {}
+        """What forwards by other units took."""
         self._hooks: list[RemovableHandle] = []
         self._entries: list[Entry] = []
         self._running: Follower | None = None
@@ -173,6 +176,7 @@ class Attachment:
         if found in engine.planned:
             engine.planned.remove(found)
         found = Follower(engine, self.config, machine_of(engine.device), self.root, self.units, measures=bool(entry))
+        found.activation_nbytes = self._activations.get(entry, 0)
         found.decide_early()
         self._followers[entry] = found
         engine.planned = [*(p for p in engine.planned if not p.is_stale()), found]
@@ -191,11 +195,49 @@ class Attachment:
             # Other modules around them, as a cache of blocks puts there and takes away in every forward.
             self._given = given
             return
+        self._take(units)
+
+    def _take(self, units: Units) -> None:
+        """Other units from the next call on."""
         self._unhook()
         self.units = units
         self.engine.planned = [p for p in self.engine.planned if p not in self._followers.values()]
         self._followers.clear()
-        self._stand_in(root)
+        self._stand_in(self.root)
+
+    def fit(self, budget: OffloadConfig) -> None:
+        """Take another budget, and split units anew where those at hand do not fit it.
+
+        Raises BudgetError, and leaves all as it was, where smaller ones do not fit either.
+        """
+        engine, former, before = self.engine, self.units, self.engine.budget
+        engine.budget = budget
+        try:
+            for follower in self._followers.values():
+                follower.decide(engine.budget_nbytes(self.config))
+            units = former if self._followers else self._find()
+        except BudgetError:
+            units = self._find()
+            if self._running is not None or units.are_same(former):
+                engine.budget = before
+                raise
+        if units is former:
+            return
+        self._activations.update({entry: follower.activation_nbytes for entry, follower in self._followers.items()})
+        try:
+            self._repack(units)
+        except BudgetError:
+            engine.budget = before
+            with suppress(BudgetError):
+                self._repack(former)
+            raise
+
+    def _repack(self, units: Units) -> None:
+        """Other units from the next call on, in buckets of their own."""
+        self._take(units)
+        self.engine.store.unpack([tensor for _, tensor in all_tensors(units)], coarse=True)
+        if self.config.eager_offload:
+            self._follower("forward")
 
     def _stand_in(self, root: torch.nn.Module) -> None:
         for name in ENTRIES:

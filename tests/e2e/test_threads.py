@@ -1,6 +1,6 @@
-"""One model called from two threads: by its hooks in one, compiled in the other. Calls take turns, packing of weights included."""
+"""A model called from two threads: by its hooks in one, compiled in the other. Calls take turns, packing of weights included."""
 
-# pyright: reportPrivateUsage=false, reportArgumentType=false
+# pyright: reportPrivateUsage=false, reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import threading
@@ -112,7 +112,7 @@ def test_the_hooks_begin_while_a_graph_is_packed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nobody_waits_for_the_hooks_while_it_holds_up_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo compiles one frame at a time: a unit that is yet to be compiled must not wait for a graph that waits for the unit."""
+    """Dynamo compiles one frame at a time: a unit yet to be compiled must not wait for a graph that waits for the unit."""
     model, plain, handle, compiled = pair()
     for block in model.blocks:
         block.up.forward = torch.compile(block.up.forward, backend="eager")
