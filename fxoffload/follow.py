@@ -432,7 +432,8 @@ class _Look(TorchFunctionMode):
         self._follower = follower
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _METADATA:
+        # What another compiler compiles reads the weights of units that run.
+        if not torch.compiler.is_dynamo_compiling() and func not in _METADATA:
             for value in (*args, *(kwargs or {}).values()):
                 for item in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(item, torch.Tensor):

@@ -45,7 +45,7 @@ LAYERS = [
     ["layout", "regions"],
     ["pins", "store", "arena", "transfer", "profile", "warmup", "capture", "cuda"],
     ["rows", "unwrap", "program", "resize", "lower"],
-    ["slots", "staged", "pack", "engine", "planned", "graph", "binding", "dispatch", "managed", "follow", "eager"],
+    ["slots", "staged", "pack", "engine", "planned", "graph", "binding", "dispatch", "managed", "follow", "entries", "eager"],
     ["backend"],
     ["analysis", "handle", "components", "pipelines", "doors", "loading", "api", "draw", "measure", "report"],
     ["flags", "media", "presets", "tiny", "sources", "summary", "forecast", "workloads", "timing", "hardware", "twoblock"],
