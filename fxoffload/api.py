@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from fxoffload.attached import attachment_of
 from fxoffload.binding import Binding
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig
 from fxoffload.cost import Costs
-from fxoffload.eager import attachment_of
 from fxoffload.engine import Engine, Stats, find_engine
 from fxoffload.errors import OffloadError
 from fxoffload.plan import Plan

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload.attached import attachment_of, attachment_with, held
 from fxoffload.blocks import Blocks, find_blocks
 from fxoffload.buckets import pack_buckets
 from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger, start_logging, switches
 from fxoffload.dispatch import Dispatch, place
-from fxoffload.eager import attachment_of, attachment_with, held
 from fxoffload.engine import available_device
 from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.facts import Facts

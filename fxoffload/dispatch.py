@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from fxoffload.attached import refuse_inside
 from fxoffload.binding import Binding
-from fxoffload.eager import refuse_inside
 from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.owner import owner_of, tensor_names
 from fxoffload.planned import Retied

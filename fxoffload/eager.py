@@ -13,79 +13,27 @@ own. Another backend's graphs break around every unit, and compute the same.
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fxoffload.calibrate import machine_of
+from fxoffload.attached import attachment_of, forget, remember
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
 from fxoffload.engine import Engine, available_device, engine_for, find_engine
 from fxoffload.entries import Entry, Hook, RootHook, apart, is_called, is_compiled
-from fxoffload.errors import BudgetError, GradientError, OffloadError
+from fxoffload.errors import GradientError, OffloadError
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
-from fxoffload.pack import all_tensors
 from fxoffload.planned import Retied
-from fxoffload.units import Units, find_units, split_limit
-from fxoffload.wrappers import Part, find_parts
+from fxoffload.units import Units
+from fxoffload.ways import Ways
 
 ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
 """Methods that callers begin with, where a model has them."""
-
-_attachment_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
-"""Weak on both sides: the model's hooks hold its attachment."""
-
-
-def attachment_of(root: torch.nn.Module) -> Attachment | None:
-    """What offloads this model without a compiler, or None."""
-    found = _attachment_of.get(root)
-    return found() if found is not None else None
-
-
-@contextmanager
-def held(weights: Sequence[torch.Tensor]) -> Generator[bool, None, None]:
-    """Keep the model that has these weights from running, or False where it runs now, in this thread or in another.
-
-    Does not wait: the caller holds Dynamo's lock, which a call of the model may be waiting for.
-    """
-    engine = find_engine(weights)
-    if engine is None:
-        yield True
-    elif not engine.lock.acquire(blocking=False):
-        yield False
-    else:
-        try:
-            attachment = attachment_with(weights)
-            yield attachment is None or not attachment.runs_here()
-        finally:
-            engine.lock.release()
-
-
-def refuse_inside(weights: Sequence[torch.Tensor]) -> None:
-    """Raises OffloadError in a call of a model that is offloaded without a compiler and has these weights.
-
-    The arena is in the state of its plan, and a compiled graph of a part would run by a plan of its own in there.
-    """
-    attachment = attachment_with(weights)
-    if attachment is not None and attachment.runs_here():
-        raise OffloadError(
-            f"eager: {type(attachment.root).__name__}: a part of it is compiled with backend='layerwise', and it runs without a "
-            "compiler around that; compile the whole model with torch.compile(model, backend='layerwise'), or its parts with "
-            "another backend"
-        )
-
-
-def attachment_with(weights: Sequence[torch.Tensor]) -> Attachment | None:
-    """What offloads the model that these weights belong to without a compiler, or None."""
-    engine = find_engine(weights)
-    root = engine.root() if engine is not None and engine.root is not None else None
-    return attachment_of(root) if root is not None else None
 
 
 def attach(root: torch.nn.Module, config: OffloadConfig, units: Units | None = None) -> Attachment:
@@ -100,7 +48,7 @@ def attach(root: torch.nn.Module, config: OffloadConfig, units: Units | None = N
             f"eager: {type(root).__name__}: it is offloaded already; call fxoffload.remove_layerwise_offload(model) first"
         )
     attachment = Attachment(root, config, units)
-    _attachment_of[root] = weakref.ref(attachment)
+    remember(attachment)
     return attachment
 
 
@@ -110,24 +58,18 @@ class Attachment:
     def __init__(self, root: torch.nn.Module, config: OffloadConfig, units: Units | None) -> None:
         self._root = weakref.ref(root)
         self.config = config
-        self._given = units
         _dissolve_parts(root)
         self.engine: Engine = engine_for(
             [*root.parameters(), *root.buffers()], root, config, available_device(config.onload_device)
         )
-        self._followers: dict[str, Follower] = {}
-        self._activations: dict[str, int] = {}
-        """What forwards by other units took."""
+        self._ways = Ways(self.engine, config, root, units, self._hook_anew)
         self._hooks: list[RemovableHandle] = []
         self._entries: list[Entry] = []
         self._running: Follower | None = None
         self._alone: torch.nn.Module | None = None
         """The unit that was called outside all entries; or the root, by a forward that somebody put in place of the entry."""
         try:
-            self.units = self._find()
-            self._structure, self._parts = _structure(root), find_parts(root, self.engine.device)
-            if config.eager_offload:
-                self._follower("forward")
+            self._ways.look()
             self._stand_in(root)
         except BaseException:
             self.detach()
@@ -143,6 +85,10 @@ class Attachment:
         return root
 
     @property
+    def units(self) -> Units:
+        return self._ways.units
+
+    @property
     def module_names(self) -> tuple[str, ...]:
         return tuple(unit.name for unit in self.units.units)
 
@@ -151,96 +97,24 @@ class Attachment:
         root = self._root()
         with self.engine.lock:
             self._unhook()
-            if root is not None and attachment_of(root) is self:
-                del _attachment_of[root]
-            if self._followers:
-                self._followers.clear()
-                self.engine.dissolve()
+            if root is not None:
+                forget(self, root)
+            self._ways.dissolve()
         if root is not None and device is not None:
             root.to(device)
-
-    # -- set-up ----------------------------------------------------------------------------------------------------
-
-    def _find(self) -> Units:
-        if self._given is not None:
-            return self._given
-        limit_nbytes = split_limit(self.root, self.config, self.engine.budget_nbytes(self.config))
-        return find_units(self.root, self.config, limit_nbytes=limit_nbytes)
-
-    def _follower(self, entry: str, *, anew: bool = False) -> Follower:
-        """The follower for one way through the model, made at its first use; `""` for units on their own."""
-        self._see_structure()
-        found = self._followers.get(entry)
-        if found is not None and not found.is_stale() and not anew:
-            return found
-        engine = self.engine
-        if found in engine.planned:
-            engine.planned.remove(found)
-        found = Follower(engine, self.config, machine_of(engine.device), self.root, self.units, measures=bool(entry))
-        found.activation_nbytes = self._activations.get(entry, 0)
-        found.decide_early()
-        self._followers[entry] = found
-        engine.planned = [*(p for p in engine.planned if not p.is_stale()), found]
-        return found
-
-    def _see_structure(self) -> None:
-        """Find the units again when a module, a parameter, a buffer or a part of one was replaced, added or taken away."""
-        root = self.root
-        same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure)
-        if same and all(id(part.tensor) == key for key, part in self._parts.items()):
-            return
-        former, given = self.units, self._given
-        self._given = None
-        units, parts = self._find(), find_parts(root, self.engine.device)
-        same_places = _places(parts) == _places(self._parts)
-        self._structure, self._parts = _structure(root), parts
-        if same_places and units.are_same(former):
-            # Other modules around them, as a cache of blocks puts there and takes away in every forward.
-            self._given = given
-            return
-        self._take(units)
-
-    def _take(self, units: Units) -> None:
-        """Other units from the next call on."""
-        self._unhook()
-        self.units = units
-        self.engine.planned = [p for p in self.engine.planned if p not in self._followers.values()]
-        self._followers.clear()
-        self._stand_in(self.root)
 
     def fit(self, budget: OffloadConfig) -> None:
         """Take another budget, and split units anew where those at hand do not fit it.
 
         Raises BudgetError, and leaves all as it was, where smaller ones do not fit either.
         """
-        engine, former, before = self.engine, self.units, self.engine.budget
-        engine.budget = budget
-        try:
-            for follower in self._followers.values():
-                follower.decide(engine.budget_nbytes(self.config))
-            units = former if self._followers else self._find()
-        except BudgetError:
-            units = self._find()
-            if self._running is not None or units.are_same(former):
-                engine.budget = before
-                raise
-        if units is former:
-            return
-        self._activations.update({entry: follower.activation_nbytes for entry, follower in self._followers.items()})
-        try:
-            self._repack(units)
-        except BudgetError:
-            engine.budget = before
-            with suppress(BudgetError):
-                self._repack(former)
-            raise
+        self._ways.fit(budget, runs=self._running is not None)
 
-    def _repack(self, units: Units) -> None:
-        """Other units from the next call on, in buckets of their own."""
-        self._take(units)
-        self.engine.store.unpack([tensor for _, tensor in all_tensors(units)], coarse=True)
-        if self.config.eager_offload:
-            self._follower("forward")
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def _hook_anew(self) -> None:
+        self._unhook()
+        self._stand_in(self.root)
 
     def _stand_in(self, root: torch.nn.Module) -> None:
         for name in ENTRIES:
@@ -370,7 +244,7 @@ class Attachment:
     def _begin(
         self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        follower = self._follower(entry)
+        follower = self._ways.follower(entry)
         self._refuse_gradients(follower)
         args, kwargs = self._to_onload((args, kwargs))
         shared = self.engine.shared_budget(self.config)
@@ -381,7 +255,7 @@ class Attachment:
             try:
                 follower.begin(inputs, ordered=ordered)
             except Retied:
-                follower = self._follower(entry, anew=True)
+                follower = self._ways.follower(entry, anew=True)
                 follower.begin(inputs, ordered=ordered)
         except BaseException:
             if shared is not None:
@@ -433,14 +307,3 @@ def _dissolve_parts(root: torch.nn.Module) -> None:
         if engine.root is not None and id(engine.root()) in parts:
             with engine.lock:
                 engine.dissolve()
-
-
-def _structure(root: torch.nn.Module) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
-    """Every dict that holds modules, parameters and buffers, with what it holds now."""
-    dicts = (d for m in root.modules() for d in (m._modules, m._parameters, m._buffers))
-    return [(d, tuple(d.values())) for d in dicts]
-
-
-def _places(parts: Mapping[int, Part]) -> dict[int, tuple[Any, ...]]:
-    """Where parts of weights are, whatever the names of their modules."""
-    return {key: (part.module, part.key, part.path, part.wrapped) for key, part in parts.items()}

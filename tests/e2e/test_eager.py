@@ -19,8 +19,9 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api
+from fxoffload.attached import attachment_of
 from fxoffload.config import OffloadConfig
-from fxoffload.eager import attach, attachment_of
+from fxoffload.eager import attach
 from fxoffload.errors import BudgetError, GradientError, OffloadError, OffloadWarning
 from fxoffload.handle import LayerwiseOffloadHandle
 from fxoffload.transfer import ThreadTransfer

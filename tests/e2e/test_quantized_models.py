@@ -14,7 +14,7 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api
-from fxoffload.eager import attachment_of
+from fxoffload.attached import attachment_of
 from fxoffload.errors import BudgetError, GradientError, OffloadError, WeightError
 from fxoffload.select import tensors_below
 from tests.checks import Trio, assert_state, assert_streams, attached, check_budgets, halve, offload, snapshot

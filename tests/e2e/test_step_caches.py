@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fxoffload
-from fxoffload.eager import attachment_of
+from fxoffload.attached import attachment_of
 from tests.checks import assert_state, halve, snapshot
 from tests.models import Toy, rows, seeded, toy
 
