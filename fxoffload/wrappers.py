@@ -165,11 +165,11 @@ def held_by(places: Iterable[tuple[Owner, Path]]) -> dict[tuple[Owner, Path], li
 
 def label(wrapper: torch.Tensor, device: torch.device) -> None:
     """Let a wrapper, whose inner tensors were moved, say that it is on that device."""
-    if wrapper.device != device:
-        bare = _bare(type(wrapper), wrapper.shape, wrapper.stride(), wrapper.storage_offset(), wrapper.dtype, device)
-        with torch._C.DisableTorchFunctionSubclass():
+    # Neither its class nor a mode is asked: who looks for reads of weights must not take these for any.
+    with torch._C.DisableTorchFunction():
+        if wrapper.device != device:
             # What a tensor itself carries is copied: size, dtype, device. Its attributes stay.
-            wrapper.data = bare
+            wrapper.data = _bare(type(wrapper), wrapper.shape, wrapper.stride(), wrapper.storage_offset(), wrapper.dtype, device)
 
 
 @functools.lru_cache(maxsize=256)

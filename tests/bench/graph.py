@@ -3,7 +3,8 @@
     python tests/bench/graph.py flux --out tests/bench/graph-flux.json
 
 For each budget a pair of rows. `host_ms` is the time that the host takes to issue one forward from an idle device, all that the
-caller waits for included: Dynamo's guards, the look at every weight, the launch. `bound_ms` is the windowed bound, from the
+caller waits for included: Dynamo's guards, the look at every weight, the launch. `host_unguarded_ms` is that without the guards
+(`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), which grow with the number of modules. `bound_ms` is the windowed bound, from the
 segment times of a resident forward that is not captured. Both results are compared bit for bit with the resident, uncaptured one.
 `host_costs_us` says where the host's time goes in a forward: the median of each kind of call, and how many there are; `calls_us`
 what single calls of torch cost on idle streams.
@@ -132,6 +133,8 @@ class Bench:
         plan, stats = fxoffload.get_plan(self.model), fxoffload.stats(self.model)
         peak = torch.cuda.max_memory_reserved()
         host_ms = host_times(self.call)
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            unguarded_ms = host_times(self.call)
         return {
             "budget": budget,
             "cuda_graph": on,
@@ -141,6 +144,7 @@ class Bench:
             "step_max_ms": max(steps_ms),
             "host_ms": statistics.median(host_ms),
             "host_min_ms": min(host_ms),
+            "host_unguarded_ms": statistics.median(unguarded_ms),
             "predicted_ms": plan.step_ms,
             "reserved_gib": peak / GIB,
             "captured_gib": api.engine_of(self.model).captured_nbytes / GIB,

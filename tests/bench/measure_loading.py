@@ -52,6 +52,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, command: str) -> RowFile:
     workload, device = find_workload(args.workload), available_device(torch.device(args.device))
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         start = time.perf_counter()

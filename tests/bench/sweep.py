@@ -50,6 +50,8 @@ DEVICE = torch.device("cuda", 0)
 BUDGETS = "all,smallest,1.5GiB,2GiB,3GiB,4GiB,6GiB,8GiB,12GiB,16GiB,least"
 ROUNDS = 8
 ROUND_STEPS = 5
+CAPTURED = 6
+"""Forwards after which one is captured under a new plan."""
 PACKED_NBYTES = 112 << 20
 LINK_NBYTES = 4 << 30
 
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2, help="steps before those that are timed")
     parser.add_argument("--max-bucket-bytes", default="auto")
+    parser.add_argument("--cuda-graph", action="store_true", help="replay forwards as one captured graph")
     parser.add_argument("--baseline", action="store_true", help="also packing alone, per-block torch.compile and whole blocks")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--costs", type=Path, help="also write the costs that plans are made from, and those measured")
@@ -145,7 +148,10 @@ class Sweep:
         self.model = model
         self.kwargs = kwargs
         self.args = args
-        options = {"memory_budget": "100GiB", "max_bucket_bytes": args.max_bucket_bytes}
+        options: dict[str, Any] = {"memory_budget": "100GiB", "max_bucket_bytes": args.max_bucket_bytes}
+        if args.cuda_graph:
+            options["cuda_graph"] = "strict"
+            args.warmup = max(args.warmup, CAPTURED)
         self.compiled: Any = torch.compile(model, backend=fxoffload.layerwise, fullgraph=True, options=options)
         self.resident: torch.Tensor | None = None
         """The output with everything resident, which all others must equal."""

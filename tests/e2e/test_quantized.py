@@ -17,6 +17,7 @@ import fxoffload
 from fxoffload import api
 from fxoffload.buckets import align
 from fxoffload.errors import OffloadWarning
+from fxoffload.managed import Managed
 from fxoffload.select import tensors_below
 from tests.capturing import captures
 from tests.checks import Trio, assert_state, assert_streams, attached, check_budgets, halve, offload, snapshot
@@ -129,6 +130,27 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "assigned": lambda m: m.load_state_dict({**m.state_dict(), "blocks.1.up.weight": other(4)}, assign=True),
     "swapped by torch": lambda m: torch.utils.swap_tensors(up(m, 2).weight, nn.Parameter(other(5), requires_grad=False)),
 }
+
+
+def test_wrappers_that_say_that_they_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To say so reads no weight: none becomes resident for it."""
+    make = Managed.__init__
+
+    def on_cuda(self: Managed, *args: Any) -> None:
+        make(self, *args)
+        self._device = torch.device("cuda", 0)
+
+    monkeypatch.setattr(Managed, "__init__", on_cuda)
+    model, reference = (KINDS["scaled"][0]() for _ in range(2))
+    seen: list[str] = []
+    model.blocks[1].up.register_forward_pre_hook(lambda module, _: seen.append(module.weight.device.type))
+    fxoffload.layerwise_offload(model, onload_device="cpu", memory_budget="1GiB")
+    with torch.no_grad():
+        for k in range(3):
+            assert torch.equal(model(rows(model, k)), reference(rows(model, k)))
+    assert seen == ["cuda"] * 3
+    assert model.blocks[1].up.weight.device.type == "cpu"
+    assert {b.name for b in api.planned_of(model)[-1].costs.buckets if b.keep} == {"rest"}
 
 
 def test_compiled_sees_edits() -> None:
