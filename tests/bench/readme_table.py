@@ -1,4 +1,5 @@
-"""Write the measured tables from the committed results: tests/bench/results/*.json of sweep.py, pipelines/*.json of pipeline.py.
+"""Write the measured tables from the committed results: tests/bench/results/*.json of sweep.py, and of pipeline.py, graph.py and
+weights.py in folders beside them.
 
 The README has those of FLUX, tests/bench/results/README.md has all.
 
@@ -33,6 +34,59 @@ HEADERS = (
     "equal to resident",
 )
 SHOWN = "flux*.json"
+ALL = ("*.json", "pipelines/*.json", "graphs/*.json", "weights/*.json")
+GRAPH = {
+    "budget": "budget",
+    "cuda_graph": "captured",
+    "step_ms": "step ms",
+    "ratio": "step / bound",
+    "host_ms": "host ms",
+    "host_unguarded_ms": "host ms without guards",
+    "reserved_gib": "reserved peak GiB",
+    "under_budget": "under budget",
+    "equal_to_resident": "equal to resident",
+}
+WEIGHTS = {
+    "loading": {
+        "way": "way",
+        "load_s": "load s",
+        "offload_s": "offload s",
+        "first_call_s": "first call s",
+        "peak_gib": "host peak GiB",
+        "ratio": "peak / weights",
+        "equal": "equal",
+    },
+    "lora": {
+        "swap": "swap",
+        "swap_s": "swap s",
+        "compiled_by_swap": "compiled by it",
+        "compiled_by_next": "by the next call",
+        "next_ms": "next call ms",
+        "step_ms": "step ms",
+        "equal_to_resident": "equal to resident",
+    },
+    "forwards": {
+        "way": "way",
+        "forwards": "forwards",
+        "seconds": "seconds",
+        "allocated_nbytes": "allocated bytes",
+        "reserved_nbytes": "reserved bytes",
+        "anon_nbytes": "host bytes",
+        "tensors": "tensors",
+        "events": "events",
+        "equal_to_resident": "equal to resident",
+    },
+    "quantized": {
+        "scheme": "scheme",
+        "budget": "budget",
+        "step_ms": "step ms",
+        "ratio": "step / bound",
+        "streamed_gib": "streamed GiB",
+        "reserved_gib": "reserved peak GiB",
+        "equal_to_resident": "equal to resident",
+    },
+}
+"""Keys of rows and the headers of their columns: of graph.py, and of each measurement of weights.py."""
 NONE_YET = "No results are committed yet."
 
 
@@ -47,7 +101,33 @@ def render(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(report: dict[str, Any]) -> str:
+    if "calls_us" in report:
+        return _plain(report, GRAPH)
+    if ".weights " in report["command"]:
+        return _plain(report, WEIGHTS[report["command"].partition(".weights ")[2].split()[0]])
     return _sweep(report) if "link_gb_s" in report else _pipeline(report)
+
+
+def _plain(report: dict[str, Any], columns: dict[str, str]) -> str:
+    """Some keys of every row."""
+    machine, versions = report["machine"], report.get("versions", report["machine"])
+    place = f"{machine['device']}, driver {machine['driver']}, torch {versions['torch']}"
+    lines = [
+        f"{report['model']}. {place}. `{report['command']}`",
+        "",
+        _line(list(columns.values())),
+        _line(["---"] * len(columns)),
+    ]
+    for row in report["rows"]:
+        cells = [_cell(row.get(key)) for key in columns]
+        lines.append(_line([*cells[:-1], row.get("error", cells[-1])]))
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _pipeline(report: dict[str, Any]) -> str:
@@ -154,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(argv).check
     stale = False
-    for page, patterns in ((ROOT / "README.md", (SHOWN,)), (RESULTS / "README.md", ("*.json", "pipelines/*.json"))):
+    for page, patterns in ((ROOT / "README.md", (SHOWN,)), (RESULTS / "README.md", ALL)):
         before = page.read_text()
         after = rewrite(before, render(read_reports(RESULTS, *patterns)))
         stale = stale or before != after

@@ -140,6 +140,26 @@ the same with blocks that are not cut 132.0 ms, ratio 1.001."""
     assert table == expected
 
 
+def test_tables_of_graphs_and_weights(readme_table: ModuleType) -> None:
+    machine = {"device": "NVIDIA H200", "driver": "570.1", "torch": "2.11.0"}
+    row = {"budget": "4GiB", "cuda_graph": True, "step_ms": 290.06, "ratio": 1.0111, "host_ms": 2.5, "host_unguarded_ms": 1.9}
+    row |= {"reserved_gib": 3.9, "under_budget": True, "equal_to_resident": False}
+    graph = {"model": "FLUX", "machine": machine, "command": "python -m tests.bench.graph flux", "calls_us": {}, "rows": [row]}
+    assert readme_table.render([graph]).splitlines()[-1] == (
+        "| 4GiB | yes | 290.060 | 1.011 | 2.500 | 1.900 | 3.900 | yes | no |"
+    )
+    rows = [
+        {"way": "load_safetensors", "load_s": 5.5, "peak_gib": 22.7, "equal": True},
+        {"way": "cold", "error": "OSError: full"},
+    ]
+    command = "python -m tests.bench.weights loading --out loading.json"
+    loading = {"model": "FLUX", "machine": machine, "versions": {"torch": "2.11.0"}, "command": command, "rows": rows}
+    assert readme_table.render([loading]).splitlines()[-2:] == [
+        "| load_safetensors | 5.500 |  |  | 22.700 |  | yes |",
+        "| cold |  |  |  |  |  | OSError: full |",
+    ]
+
+
 def test_reports_are_read_in_the_order_of_their_names(readme_table: ModuleType, tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / f"{name}.json").write_text(json.dumps(report(model=name)))
