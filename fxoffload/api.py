@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxoffload.attached import attachment_of
 from fxoffload.binding import Binding
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig
@@ -97,8 +98,8 @@ def get_plan(model: Any) -> Plan:
 def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> None:
     """Give a model another budget: new plans and top levels, no compilation. Takes effect at the next call.
 
-    `memory_budget` as in `OffloadConfig`. Raises BudgetError, and leaves everything as it was, when a graph does not fit;
-    OffloadError for a model that has not run.
+    `memory_budget` as in `OffloadConfig`. Without a compiler, blocks that no longer fit are split. Raises BudgetError, and leaves
+    everything as it was, when a graph does not fit; OffloadError for a model that has not run.
 
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
     >>> options = {"memory_budget": "1MiB", "onload_device": "cpu", "segment_compiler": "eager"}
@@ -116,9 +117,13 @@ def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> 
     engine = engine_of(model)
     with engine.lock:
         before = engine.budget
-        planned = planned_of(model)
-        engine.budget = OffloadConfig(memory_budget=memory_budget, onload_device=engine.device)  # type: ignore[arg-type]
+        attachment = attachment_of(module_of(model))
+        budget = OffloadConfig(memory_budget=memory_budget, onload_device=engine.device)  # type: ignore[arg-type]
         try:
+            if attachment is not None:
+                attachment.fit(budget)
+            engine.budget = budget
+            planned = planned_of(model)
             for one in planned:
                 one.decide(engine.budget_nbytes(one.config))
         except Exception:

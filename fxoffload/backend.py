@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload.attached import attachment_of, attachment_with, held
 from fxoffload.blocks import Blocks, find_blocks
 from fxoffload.buckets import pack_buckets
 from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger, start_logging, switches
 from fxoffload.dispatch import Dispatch, place
-from fxoffload.eager import attachment_of
 from fxoffload.engine import available_device
 from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.facts import Facts
@@ -72,12 +72,14 @@ def layerwise(
         root = owner_of(weights[0]) if weights else None
         if root is not None:
             refuse_foreign_hooks(root)
-        config = OffloadConfig.from_options(options, mode=mode, base=attached_config(root))
+        config = OffloadConfig.from_options(options, mode=mode, base=attached_config(root, weights))
         program = analyse(gm, example_inputs, config, root=root)
-        dispatch = Dispatch(_compile(program, example_inputs))
-        with suppress(OffloadError):
-            # Where host memory does not suffice, the call tries again, and says so.
-            dispatch.bind(example_inputs)
+        with held(weights) as free:
+            dispatch = Dispatch(_compile(program, example_inputs, packs=free))
+            with suppress(OffloadError):
+                # Where host memory does not suffice, or others run the model now, the call tries again, and says so.
+                if free:
+                    dispatch.bind(example_inputs)
     except (OffloadError, TypeError, AttributeError) as error:
         if not isinstance(error, OffloadError) and not str(error).startswith(_STAGES):
             raise
@@ -163,16 +165,17 @@ def analyse(
     )
 
 
-def _compile(program: Program, example_inputs: Sequence[Any]) -> Program:
+def _compile(program: Program, example_inputs: Sequence[Any], *, packs: bool) -> Program:
     """The program with its segments compiled. Meanwhile a thread packs the weights: both mostly wait for others."""
     watch = _Watch()
     with ThreadPoolExecutor(max_workers=1) as pool:
-        packing = pool.submit(pack_program, program, *place(program, example_inputs))
+        packing = pool.submit(pack_program, program, *place(program, example_inputs)) if packs else None
         programs, distinct = compile_segments(program.top, program.config)
         watch.lap("compile")
         with suppress(OffloadError):
             # Tried again when the program is bound.
-            packing.result()
+            if packing is not None:
+                packing.result()
         watch.lap("pack, beyond compile")
     logger.info("backend: %d segments, %d distinct", len(program.blocks.segments), distinct)
     return dataclasses.replace(program, programs=programs, distinct=distinct, seconds=(*program.seconds, *watch.laps))
@@ -220,9 +223,9 @@ def _refusal(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-def attached_config(root: torch.nn.Module | None) -> OffloadConfig | None:
-    """The settings of a model that `layerwise_offload` offloads, which a compiled graph of it takes over."""
-    attachment = attachment_of(root) if root is not None else None
+def attached_config(root: torch.nn.Module | None, weights: Sequence[torch.Tensor] = ()) -> OffloadConfig | None:
+    """The settings of a model that `layerwise_offload` offloads, which a compiled graph of it, or of a part, takes over."""
+    attachment = (attachment_of(root) if root is not None else None) or attachment_with(weights)
     return attachment.config if attachment is not None else None
 
 

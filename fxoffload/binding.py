@@ -26,6 +26,7 @@ from fxoffload.graph import Graphs, idle_elsewhere
 from fxoffload.lower import TopLevel
 from fxoffload.machine import Machine
 from fxoffload.pack import pack_program
+from fxoffload.packed import HostBucket, HostWeight
 from fxoffload.plan import Plan
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
@@ -33,7 +34,6 @@ from fxoffload.program import Program, picker
 from fxoffload.resize import WORTH, Sizes, estimate
 from fxoffload.rows import Source
 from fxoffload.staged import Staged, Watcher, write_plan
-from fxoffload.store import HostBucket, HostWeight
 from fxoffload.timeline import simulate
 from fxoffload.transfer import Transfer
 from fxoffload.warmup import Warmup

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxoffload.attached import refuse_inside
 from fxoffload.binding import Binding
 from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.owner import owner_of, tensor_names
@@ -27,7 +28,9 @@ class Dispatch:
         """Engines that no weight keeps alive, because the graph has none with bytes."""
 
     def __call__(self, *args: Any) -> Any:
-        binding = self._bindings.get(tuple(map(id, self._pick(args))))
+        weights = self._pick(args)
+        refuse_inside(weights)
+        binding = self._bindings.get(tuple(map(id, weights)))
         if binding is None:
             binding = self.bind(args)
         try:

@@ -13,41 +13,27 @@ own. Another backend's graphs break around every unit, and compute the same.
 
 from __future__ import annotations
 
-import functools
-import operator
-import sys
-import types
-import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fxoffload.calibrate import machine_of
+from fxoffload.attached import attachment_of, forget, remember
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
-from fxoffload.engine import Engine, available_device, engine_for
-from fxoffload.errors import GradientError, OffloadError, OffloadWarning
+from fxoffload.engine import Engine, available_device, engine_for, find_engine
+from fxoffload.entries import Entry, Hook, RootHook, apart, is_called, is_compiled
+from fxoffload.errors import GradientError, OffloadError
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
-from fxoffload.hostalias import is_tracing
 from fxoffload.planned import Retied
-from fxoffload.units import Units, find_units, split_limit
-from fxoffload.wrappers import find_parts
+from fxoffload.units import Units
+from fxoffload.ways import Ways
 
 ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
 """Methods that callers begin with, where a model has them."""
-
-_attachment_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
-"""Weak on both sides: the model's hooks hold its attachment."""
-
-
-def attachment_of(root: torch.nn.Module) -> Attachment | None:
-    """What offloads this model without a compiler, or None."""
-    found = _attachment_of.get(root)
-    return found() if found is not None else None
 
 
 def attach(root: torch.nn.Module, config: OffloadConfig, units: Units | None = None) -> Attachment:
@@ -62,7 +48,7 @@ def attach(root: torch.nn.Module, config: OffloadConfig, units: Units | None = N
             f"eager: {type(root).__name__}: it is offloaded already; call fxoffload.remove_layerwise_offload(model) first"
         )
     attachment = Attachment(root, config, units)
-    _attachment_of[root] = weakref.ref(attachment)
+    remember(attachment)
     return attachment
 
 
@@ -72,21 +58,18 @@ class Attachment:
     def __init__(self, root: torch.nn.Module, config: OffloadConfig, units: Units | None) -> None:
         self._root = weakref.ref(root)
         self.config = config
-        self._given = units
+        _dissolve_parts(root)
         self.engine: Engine = engine_for(
             [*root.parameters(), *root.buffers()], root, config, available_device(config.onload_device)
         )
-        self._followers: dict[str, Follower] = {}
+        self._ways = Ways(self.engine, config, root, units, self._hook_anew)
         self._hooks: list[RemovableHandle] = []
-        self._entries: list[str] = []
+        self._entries: list[Entry] = []
         self._running: Follower | None = None
         self._alone: torch.nn.Module | None = None
-        """The unit that was called outside all entries."""
+        """The unit that was called outside all entries; or the root, by a forward that somebody put in place of the entry."""
         try:
-            self.units = self._find()
-            self._structure, self._parts = _structure(root), find_parts(root, self.engine.device)
-            if config.eager_offload:
-                self._follower("forward")
+            self._ways.look()
             self._stand_in(root)
         except BaseException:
             self.detach()
@@ -102,6 +85,10 @@ class Attachment:
         return root
 
     @property
+    def units(self) -> Units:
+        return self._ways.units
+
+    @property
     def module_names(self) -> tuple[str, ...]:
         return tuple(unit.name for unit in self.units.units)
 
@@ -110,61 +97,39 @@ class Attachment:
         root = self._root()
         with self.engine.lock:
             self._unhook()
-            if root is not None and attachment_of(root) is self:
-                del _attachment_of[root]
-            if self._followers:
-                self._followers.clear()
-                self.engine.dissolve()
+            if root is not None:
+                forget(self, root)
+            self._ways.dissolve()
         if root is not None and device is not None:
             root.to(device)
 
-    # -- set-up ----------------------------------------------------------------------------------------------------
+    def fit(self, budget: OffloadConfig) -> None:
+        """Take another budget, and split units anew where those at hand do not fit it.
 
-    def _find(self) -> Units:
-        if self._given is not None:
-            return self._given
-        limit_nbytes = split_limit(self.root, self.config, self.engine.budget_nbytes(self.config))
-        return find_units(self.root, self.config, limit_nbytes=limit_nbytes)
+        Raises BudgetError, and leaves all as it was, where smaller ones do not fit either.
+        """
+        self._ways.fit(budget, runs=self._running is not None)
 
-    def _follower(self, entry: str, *, anew: bool = False) -> Follower:
-        """The follower for one way through the model, made at its first use; `""` for units on their own."""
-        self._see_structure()
-        found = self._followers.get(entry)
-        if found is not None and not found.is_stale() and not anew:
-            return found
-        engine = self.engine
-        if found in engine.planned:
-            engine.planned.remove(found)
-        found = Follower(engine, self.config, machine_of(engine.device), self.root, self.units, measures=bool(entry))
-        found.decide_early()
-        self._followers[entry] = found
-        engine.planned = [*(p for p in engine.planned if not p.is_stale()), found]
-        return found
+    # -- hooks -----------------------------------------------------------------------------------------------------
 
-    def _see_structure(self) -> None:
-        """Find the units again when a module, a parameter, a buffer or a part of one was replaced, added or taken away."""
-        root = self.root
-        same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure)
-        if same and all(id(part.tensor) == key for key, part in self._parts.items()):
-            return
+    def _hook_anew(self) -> None:
         self._unhook()
-        self._given = None
-        self.units = self._find()
-        self._structure, self._parts = _structure(root), find_parts(root, self.engine.device)
-        self.engine.planned = [p for p in self.engine.planned if p not in self._followers.values()]
-        self._followers.clear()
-        self._stand_in(root)
+        self._stand_in(self.root)
 
     def _stand_in(self, root: torch.nn.Module) -> None:
         for name in ENTRIES:
             method = getattr(root, name, None)
-            if callable(method) and name not in vars(root):
-                setattr(root, name, _Entry(self, name, method))
-                self._entries.append(name)
+            if callable(method) and not is_compiled(method):
+                self._entries.append(Entry(self, name, method))
+                self._entries[-1].stand_in(root)
         for index, unit in enumerate(self.units.units):
-            before, after = _Hook(self, index, enters=True), _Hook(self, index, enters=False)
+            before, after = Hook(self, index, enters=True), Hook(self, index, enters=False)
             self._hooks.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        if all(unit.module is not root for unit in self.units.units):
+            before, after = RootHook(self, enters=True), RootHook(self, enters=False)
+            self._hooks.append(root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(root.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -172,25 +137,28 @@ class Attachment:
         self._hooks.clear()
         root = self._root()
         if root is not None:
-            for name in self._entries:
-                vars(root).pop(name, None)
+            for entry in self._entries:
+                entry.step_aside(root)
         self._entries.clear()
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
     def call(self, entry: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A method of the root, from host memory."""
+        if not self._hooks:
+            # Detached, and somebody kept the stand-in.
+            return method(*args, **kwargs)
         with self.engine.lock:
-            if self._running is not None and self._alone is None:
+            if self._running is not None and (self._alone is None or self._is_in_root()):
                 return method(*args, **kwargs)
-            args, kwargs, looking = _apart(self._begin_entry, entry, args, kwargs)
+            args, kwargs, looking = apart(self._begin_entry, entry, args, kwargs)
             completed = False
             try:
                 with looking:
                     result = method(*args, **kwargs)
                 completed = True
             finally:
-                _apart(self._end, completed=completed)
+                apart(self._end, completed=completed)
             target = self.config.output_device
             return result if target is None else to_device(result, target)
 
@@ -200,10 +168,51 @@ class Attachment:
         assert self._running is not None
         return *moved, self._running.looking()
 
+    def runs_here(self) -> bool:
+        """Whether this is inside of a call. Waits for the calls of other threads."""
+        with self.engine.lock:
+            if self._alone is not None and not is_called(self._alone, beyond=False):
+                # Interrupted, and the hook never ran.
+                self._end_alone(completed=False)
+            return self._running is not None
+
+    def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The root is called. Returns its arguments on the device, where a forward without an entry around it is to run.
+
+        A library may have put its own in place of the entry, as a cache of steps does. The next call has an entry around it.
+        """
+        root = self.root
+        theirs = root.forward
+        with self.engine.lock:
+            if self._alone is root and not is_called(root, beyond=True):
+                # Interrupted, and the hook never ran.
+                self._end_alone(completed=False)
+            if self._running is not None or theirs in self._entries or is_compiled(theirs):
+                return None
+            self._entries.append(Entry(self, "forward", theirs))
+            self._entries[-1].stand_in(root)
+            args, kwargs, _ = self._begin_entry("forward", args, kwargs)
+            self._alone = root
+            self.engine.lock.acquire()
+            return args, kwargs
+
+    def _is_in_root(self) -> bool:
+        return self._alone is self.root and is_called(self.root, beyond=False)
+
+    def leave_root(self, result: Any) -> Any:
+        """The root returned, or raised and there is no result. Returns the result where it has to be."""
+        if self._alone is not self.root:
+            return None
+        # Nothing was learned: no mode that a missing hook would leave behind has looked for weights read outside their units.
+        self._end_alone(completed=False)
+        self.engine.forwards += result is not None
+        target = self.config.output_device
+        return None if target is None else to_device(result, target)
+
     def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A unit is called. Returns its arguments, where they had to come to the device first."""
         with self.engine.lock:
-            if self._alone is not None and not _is_called(self._alone, beyond=self._alone == self._module(unit)):
+            if self._alone is not None and not is_called(self._alone, beyond=self._alone == self._module(unit)):
                 # A call of a unit on its own was interrupted, and its hook never ran.
                 self._end_alone(completed=False)
             if self._running is not None:
@@ -226,7 +235,7 @@ class Attachment:
         running = self._running
         if running is not None and running.innermost == unit:
             running.leave(unit)
-            if self._alone is not None and running.innermost is None:
+            if self._alone is self._module(unit) and running.innermost is None:
                 self._end_alone(completed=True)
 
     def _module(self, unit: int) -> torch.nn.Module:
@@ -235,10 +244,9 @@ class Attachment:
     def _begin(
         self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        follower = self._follower(entry)
+        follower = self._ways.follower(entry)
         self._refuse_gradients(follower)
-        device = self.engine.device
-        args, kwargs = to_device(args, device), to_device(kwargs, device)
+        args, kwargs = self._to_onload((args, kwargs))
         shared = self.engine.shared_budget(self.config)
         if shared is not None:
             shared.lock.acquire()
@@ -247,7 +255,7 @@ class Attachment:
             try:
                 follower.begin(inputs, ordered=ordered)
             except Retied:
-                follower = self._follower(entry, anew=True)
+                follower = self._ways.follower(entry, anew=True)
                 follower.begin(inputs, ordered=ordered)
         except BaseException:
             if shared is not None:
@@ -255,6 +263,15 @@ class Attachment:
             raise
         self._running = follower
         return args, kwargs
+
+    def _to_onload(self, given: Any) -> Any:
+        """Inputs on the onload device, wherever they were."""
+        if any(tensor.is_meta for tensor in tensors_in(given)):
+            raise OffloadError(
+                f"eager: {type(self.root).__name__}: an input is on the meta device, without bytes; give one that is on "
+                f"{str(self.engine.device)!r}, or on another device that it can be copied from"
+            )
+        return to_device(given, self.engine.device)
 
     def _end(self, *, completed: bool) -> None:
         follower, self._running = self._running, None
@@ -282,95 +299,11 @@ class Attachment:
             )
 
 
-class _Entry:
-    """Stands in for a method of the root. A copy of the root gets its class's method."""
-
-    def __init__(self, attachment: Attachment, name: str, method: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._attachment = attachment
-        self._name = name
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and _traces_for_us():
-            return self._method(*args, **kwargs)
-        return _enclosing(self._attachment.call, self._name, self._method, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _method_of(memo.get(id(self._attachment.root), self._attachment.root), self._name)
-
-    def __reduce__(self) -> Any:
-        return _method_of, (self._attachment.root, self._name)
-
-
-def _method_of(root: torch.nn.Module, name: str) -> Any:
-    return types.MethodType(getattr(type(root), name), root)
-
-
-class _Hook:
-    """Before or behind a unit's forward. A copy of the module gets one that does nothing."""
-
-    def __init__(self, attachment: Attachment, unit: int, *, enters: bool) -> None:
-        self._attachment = attachment
-        self._unit = unit
-        self._enters = enters
-
-    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any, *_output: Any) -> Any:
-        if torch.compiler.is_compiling() and _traces_for_us():
-            return None
-        if self._enters:
-            return _apart(self._attachment.enter, self._unit, args, kwargs)
-        return _apart(self._attachment.leave, self._unit)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _no_hook
-
-    def __reduce__(self) -> Any:
-        return _get_no_hook, ()
-
-
-def _no_hook(*_: Any) -> None:
-    pass
-
-
-def _get_no_hook() -> Callable[..., None]:
-    return _no_hook
-
-
-@torch._dynamo.assume_constant_result
-def _traces_for_us() -> bool:
-    """Asked by Dynamo while it traces an offloaded model, for a backend of ours or for another one."""
-    if is_tracing():
-        return True
-    warnings.warn(
-        "eager: an offloaded model is compiled by another backend, which breaks the graph around every unit; "
-        "torch.compile(model, backend='layerwise') compiles it as one graph, and streams by the same settings",
-        OffloadWarning,
-        stacklevel=2,
-    )
-    return False
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-# Another backend's graphs break here: around what is done at a unit, and before and behind the code of an entry.
-_apart = cast("Callable[..., Any]", torch.compiler.disable(_call))
-_enclosing = cast("Callable[..., Any]", torch.compiler.disable(_call, recursive=False))
-
-
-def _is_called(module: torch.nn.Module, *, beyond: bool) -> bool:
-    """Whether a call of this module is on the Python stack; `beyond` the innermost one, which is known."""
-    frame: types.FrameType | None = sys._getframe(1)
-    found = 0
-    while frame is not None:
-        found += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return found > int(beyond)
-
-
-def _structure(root: torch.nn.Module) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
-    """Every dict that holds modules, parameters and buffers, with what it holds now."""
-    dicts = (d for m in root.modules() for d in (m._modules, m._parameters, m._buffers))
-    return [(d, tuple(d.values())) for d in dicts]
+def _dissolve_parts(root: torch.nn.Module) -> None:
+    """Parts of the model that were compiled for our backend and called before are offloaded with it from now on."""
+    parts = {id(module) for module in root.modules() if module is not root}
+    engines = [find_engine([tensor]) for tensor in (*root.parameters(), *root.buffers())]
+    for engine in {id(engine): engine for engine in engines if engine is not None}.values():
+        if engine.root is not None and id(engine.root()) in parts:
+            with engine.lock:
+                engine.dissolve()

@@ -23,9 +23,10 @@ from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.debug import logger, switches
 from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
 from fxoffload.hostmemory import host_memory
+from fxoffload.packed import HostTensor
 from fxoffload.sizes import show_size
 from fxoffload.storages import nbytes_of, plain_tensors
-from fxoffload.store import HostStore, HostTensor
+from fxoffload.store import HostStore
 from fxoffload.transfer import StreamTransfer, ThreadTransfer, Transfer
 
 if TYPE_CHECKING:

@@ -13,9 +13,6 @@ A weight that is read while its unit does not run (`F.linear(x, self.embedding.w
 resident from then on. Where each tensor is meanwhile is what `managed` knows.
 """
 
-# Private names of torch: version counters. Checked on torch 2.11 and 2.13.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections import Counter
@@ -25,53 +22,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fxoffload.config import OffloadConfig
 from fxoffload.cost import BucketCost, Costs, SegmentCost
 from fxoffload.edits import elements
 from fxoffload.engine import Engine
 from fxoffload.errors import BudgetError
+from fxoffload.look import Look
 from fxoffload.machine import Machine
 from fxoffload.managed import Managed, Version, Views
-from fxoffload.plan import Load
+from fxoffload.packed import HostTensor
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.sequence import find_next, merge
-from fxoffload.slots import Slots
-from fxoffload.store import HostTensor
+from fxoffload.steps import Step, Steps
 from fxoffload.transfer import Slot
 from fxoffload.units import Units
 from fxoffload.warmup import Warmup
-
-_METADATA = frozenset(
-    {
-        torch.Tensor.data.__set__,  # type: ignore[attr-defined]
-        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        torch.Tensor._version.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
-        torch.Tensor.stride,
-        torch.Tensor.element_size,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_inference,
-    }
-)
-"""Questions about a weight that the host's copy answers as well as the device's."""
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """What happens around one unit of the order."""
-
-    prefetches: tuple[Load, ...]
-    loads: tuple[Load, ...]
-    evictions: tuple[Load, ...]
-    views: Views
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +47,7 @@ class _Running:
 
     unit: int
     views: Views
-    step: _Step | None
+    step: Step | None
     slots: list[Slot]
     versions: list[Version]
     start: Any
@@ -128,9 +95,7 @@ class Follower(Planned):
         profile = measures and (config.profile or engine.device.type != "cpu")
         warmup = Warmup(engine.device, known=not measures, profile=profile, shares=engine.shared_budget(config) is not None)
         super().__init__(engine, config, self._price(), 0, warmup)
-        self._slots: Slots | None = None
-        self._steps: list[_Step] = []
-        self._rest_views: Views = []
+        self._staged: Steps | None = None
         self._forward: _Forward | None = None
         self._changed = False
         """Whether the order or what is resident changed since the costs were priced."""
@@ -182,32 +147,7 @@ class Follower(Planned):
         return self._price()
 
     def _let_go(self) -> None:
-        self._slots = None
-        self._steps = []
-        self._rest_views = []
-
-    def _stage(self, slots: Slots) -> None:
-        """Bind the plan to the arena."""
-        plan, managed = slots.plan, self._managed
-        rest = {id(p) for p in managed.rest}
-        self._rest_views = [(p, self._device_view(slots, p, None)) for p in managed.rest]
-        self._steps = []
-        for i, unit in enumerate(self.order):
-            loads = {w.bucket.name: slots.load_for(i, w.bucket.name) for w in managed.weights(managed.units[unit])}
-            views = [(p, self._device_view(slots, p, i)) for p in managed.units[unit] if id(p) not in rest]
-            used = tuple(load for load in loads.values() if load is not None)
-            evictions = tuple(load for load in plan.loads if load.evict_after == i)
-            self._steps.append(_Step(plan.prefetches_before(i), used, evictions, views))
-        self._slots = slots
-
-    def _device_view(self, slots: Slots, packed: HostTensor, segment: int | None) -> torch.Tensor:
-        """A tensor on the device, as a segment reads it; None: it is resident. Without bytes it needs no place."""
-        weight = self._managed.whole.get(id(packed))
-        if weight is None:
-            return torch.empty_strided(
-                packed.view.shape, packed.view.stride(), dtype=packed.view.dtype, device=self.engine.device
-            )
-        return slots.view(weight, None if segment is None else slots.load_for(segment, weight.bucket.name))
+        self._staged = None
 
     def decide_early(self) -> None:
         """Raise now what the first forward would raise for certain: BudgetError, ConfigError."""
@@ -230,28 +170,26 @@ class Follower(Planned):
         if measures:
             self._warmup.begin(inputs)
         self._keep_watch(managed.watch, managed.packed)
-        if self._slots is None:
-            hosts = {w.bucket.name: w.bucket for w in managed.whole.values()}
-            self._stage(Slots(self.plan, hosts, engine.arena, engine.transfer))
-        assert self._slots is not None
+        if self._staged is None:
+            self._staged = Steps(self.plan, managed, self.order, engine)
         engine.transfer.begin()
         engine.transfer.counters.reset()
         if engine.current is not self:
             engine.restores += 1
-            engine.present = self._slots.restore(engine.present)
+            engine.present = self._staged.restore(engine.present)
         engine.current = None
         managed.begin(wrappers)
-        views = self._rest_views
+        views = self._staged.rest_views
         self._forward = _Forward(ordered, ordered, views=[*views], versions=managed.versions(views))
         managed.put_in(views)
 
     def looking(self) -> AbstractContextManager[object]:
         """In here, weights that are read outside their units are found, where that is not known yet."""
-        return _Look(self) if self._looks else nullcontext()
+        return Look(self._see) if self._looks else nullcontext()
 
     def enter(self, unit: int) -> None:
         """A unit is called: its weights are on the device when this returns."""
-        forward = self._now
+        forward, staged = self._now, self._steps
         views: Views = []
         step, slots = None, list[Slot]()
         if forward.running:
@@ -265,9 +203,9 @@ class Follower(Planned):
                 views, slots = self._load_now(unit)
             else:
                 self._skip_to(position)
-                step = self._steps[position]
-                self._prefetch(step.prefetches)
-                self._wait(step.loads)
+                step = staged.steps[position]
+                staged.prefetch(step.prefetches)
+                staged.wait(step.loads, forward.waited)
                 # What was borrowed may have been written there since.
                 views = [(p, view) for p, view in step.views if id(p) not in self._managed.present]
             self._managed.put_in(views)
@@ -285,7 +223,7 @@ class Follower(Planned):
         self._write_back(running.views, running.versions)
         self._managed.take_out([p for p, _ in running.views])
         if running.step is not None:
-            self._evict(running.step.evictions)
+            self._steps.evict(running.step.evictions)
             forward.position += 1
         for slot in running.slots:
             self.engine.transfer.evict(slot)
@@ -320,7 +258,7 @@ class Follower(Planned):
         """The unit that runs now."""
         return self._forward.running[-1].unit if self._forward is not None and self._forward.running else None
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor) -> None:
         """Some code reads this tensor. If it is a weight whose unit does not run, it comes to the device, to stay."""
         for packed in self._managed.found_in(tensor):
             self.borrow(packed)
@@ -340,6 +278,11 @@ class Follower(Planned):
         # What is written to it does not reach the arena.
         self.engine.forget([packed])
         self._keep(packed)
+
+    @property
+    def _steps(self) -> Steps:
+        assert self._staged is not None, "no forward is under way"
+        return self._staged
 
     @property
     def _now(self) -> _Forward:
@@ -364,80 +307,25 @@ class Follower(Planned):
         self._changed |= self._managed.keep(packed)
 
     def _load_now(self, unit: int) -> tuple[Views, list[Slot]]:
-        """Copy what a unit needs and is not resident into the staging area, behind all compute. The plan is left with that."""
-        slots_of_plan, engine = self._slots, self.engine
-        assert slots_of_plan is not None
+        """Copy what a unit needs and is not resident. The plan is left with that."""
         self._now.follows = False
         managed = self._managed
-        wanted = [(p, managed.whole.get(id(p))) for p in managed.units[unit] if id(p) not in managed.present]
-        engine.transfer.drain()
-        offset = max((r.offset + r.nbytes for r in slots_of_plan.plan.residents), default=0)
-        places: dict[str, int] = {r.bucket: r.offset for r in slots_of_plan.plan.residents}
-        views: Views = []
-        slots: list[Slot] = []
-        for packed, weight in wanted:
-            if weight is None:
-                views.append((packed, self._device_view(slots_of_plan, packed, None)))
-                continue
-            bucket = weight.bucket
-            if bucket.name not in places:
-                if offset + bucket.nbytes > engine.arena.nbytes:
-                    self.borrow(packed)
-                    continue
-                places[bucket.name] = offset
-                slots.append(engine.transfer.slot(bucket.flat, engine.arena.memory[offset : offset + bucket.nbytes]))
-                engine.transfer.prefetch(slots[-1])
-                engine.transfer.wait(slots[-1])
-                offset += bucket.nbytes
-            views.append((packed, weight.device_view(engine.arena.memory, places[bucket.name])))
+        views, slots, left = self._steps.load_now([p for p in managed.units[unit] if id(p) not in managed.present])
+        for packed in left:
+            self.borrow(packed)
         return views, slots
 
     def _skip_to(self, position: int) -> None:
-        """Pass over the units up to a position of the order: what only they would use is not copied any more."""
+        """Pass over the units up to a position of the order."""
         forward = self._now
-        for step in self._steps[forward.position : position]:
-            self._prefetch([load for load in step.prefetches if load.wraps or load.evict_after >= position])
-            self._evict(step.evictions)
+        if self._staged is not None:
+            self._staged.skip(forward.position, position)
         forward.position = position
-
-    def _prefetch(self, loads: Sequence[Load]) -> None:
-        assert self._slots is not None
-        for load in loads:
-            after = self._slots.of_load[load.after] if load.after is not None else None
-            self.engine.transfer.prefetch(self._slots.of_load[load.name], after)
-
-    def _wait(self, loads: Sequence[Load]) -> None:
-        assert self._slots is not None
-        for load in loads:
-            if load.name not in self._now.waited:
-                self._now.waited.add(load.name)
-                self.engine.transfer.wait(self._slots.of_load[load.name])
-
-    def _evict(self, loads: Sequence[Load]) -> None:
-        assert self._slots is not None
-        for load in loads:
-            self.engine.transfer.evict(self._slots.of_load[load.name])
 
     def _write_back(self, views: Views, versions: Sequence[Version]) -> None:
         """Bring tensors that were written to the host; they are resident from the next forward on."""
         for packed in self._managed.write_back(views, versions):
             self._keep(packed)
-
-
-class _Look(TorchFunctionMode):
-    """Shows a follower every tensor that some function is about to read."""
-
-    def __init__(self, follower: Follower) -> None:
-        super().__init__()
-        self._follower = follower
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _METADATA:
-            for value in (*args, *(kwargs or {}).values()):
-                for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(item, torch.Tensor):
-                        self._follower.see(item)
-        return func(*args, **(kwargs or {}))
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

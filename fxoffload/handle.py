@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxoffload import api
+from fxoffload.attached import attachment_of
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig
-from fxoffload.eager import Attachment, attach, attachment_of
+from fxoffload.eager import Attachment, attach
 from fxoffload.engine import Stats, find_engine
 from fxoffload.errors import OffloadError
 from fxoffload.planner import persistent_indices

@@ -21,8 +21,8 @@ from fxoffload.engine import Engine
 from fxoffload.errors import WeightError
 from fxoffload.foreign import cast_weights
 from fxoffload.pack import is_small_buffer, pack_units
+from fxoffload.packed import HostTensor, HostWeight
 from fxoffload.storages import plain_tensors
-from fxoffload.store import HostTensor, HostWeight
 from fxoffload.units import Named, Units
 from fxoffload.wrappers import Part, Path, find_parts, held_by, label
 

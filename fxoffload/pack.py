@@ -11,9 +11,9 @@ from fxoffload.engine import Engine
 from fxoffload.errors import WeightError
 from fxoffload.layout import overlapping
 from fxoffload.owner import named_tensors
+from fxoffload.packed import HostWeight
 from fxoffload.program import Program
 from fxoffload.rows import Source
-from fxoffload.store import HostWeight
 from fxoffload.units import Named, Units
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -18,10 +18,10 @@ from fxoffload.debug import logger, switches
 from fxoffload.edits import EditWatch
 from fxoffload.engine import Engine
 from fxoffload.machine import Machine
+from fxoffload.packed import HostTensor
 from fxoffload.plan import Plan
 from fxoffload.planner import Knobs, knobs_of, make_plan, smallest_budget
 from fxoffload.profile import SegmentTimer
-from fxoffload.store import HostTensor
 from fxoffload.verify import check_plan
 from fxoffload.warmup import AMPLE_NBYTES, Warmup
 

@@ -14,6 +14,7 @@ import torch
 
 from fxoffload import api, draw
 from fxoffload.analysis import costs_of, graph_code, top_level, trace
+from fxoffload.attached import attachment_of
 from fxoffload.binding import Binding
 from fxoffload.blocks import Blocks
 from fxoffload.buckets import Buckets
@@ -21,7 +22,6 @@ from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.cost import Costs
 from fxoffload.curve import POINTS, Curve, Landmarks, Study, find_curve, find_landmarks
-from fxoffload.eager import attachment_of
 from fxoffload.engine import available_device, device_memory, find_engine
 from fxoffload.errors import ConfigError, OffloadError
 from fxoffload.facts import Facts

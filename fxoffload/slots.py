@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from fxoffload.arena import Arena
+from fxoffload.packed import HostBucket, HostWeight
 from fxoffload.plan import Load, Plan
-from fxoffload.store import HostBucket, HostWeight
 from fxoffload.transfer import Slot, Transfer
 
 

@@ -14,10 +14,10 @@ from fxoffload.arena import Arena
 from fxoffload.debug import switches
 from fxoffload.lower import TopLevel, generate
 from fxoffload.names import identifier
+from fxoffload.packed import HostWeight
 from fxoffload.plan import Plan
 from fxoffload.program import Program
 from fxoffload.slots import Slots
-from fxoffload.store import HostWeight
 from fxoffload.transfer import Transfer
 
 

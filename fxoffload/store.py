@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -22,74 +21,11 @@ from fxoffload.edits import elements
 from fxoffload.errors import OffloadError
 from fxoffload.hostmemory import host_memory
 from fxoffload.layout import lay_out, share_bytes
+from fxoffload.packed import HostBucket, HostTensor, HostWeight
 from fxoffload.pins import Pins
 from fxoffload.read import span_nbytes
 from fxoffload.regions import Place, Region, find_places, lie_in, new_region
 from fxoffload.sizes import show_size
-
-
-@dataclass(slots=True, eq=False)
-class HostWeight:
-    """A packed tensor of the model, or some rows of one: where its bytes lie in a bucket."""
-
-    bucket: HostBucket
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    whole: HostTensor
-    rows: tuple[int, int] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.whole.name if self.rows is None else f"{self.whole.name}[{self.rows[0]}:{self.rows[1]}]"
-
-    def device_view(self, arena: torch.Tensor, bucket_offset: int) -> torch.Tensor:
-        """This weight in the arena (uint8, one dimension), if its bucket lies at `bucket_offset` bytes."""
-        start = bucket_offset + self.offset
-        with self.whole.mode():
-            elements = arena[start : start + self.nbytes].view(self.whole.view.dtype)
-            return elements.as_strided(self.shape, self.stride, elements.storage_offset())
-
-
-@dataclass(slots=True, eq=False)
-class HostTensor:
-    """A tensor of the model that the store packed. `view` is the host memory that `tensor` has become a view of."""
-
-    name: str
-    tensor: weakref.ref[torch.Tensor]
-    view: torch.Tensor
-    parts: list[HostWeight] = field(default_factory=list)
-    others: list[HostWeight] = field(default_factory=list)
-    """What it is seen as besides, cut otherwise (`HostStore.part`)."""
-
-    def bucket_names(self) -> set[str]:
-        """What all buckets with some of its bytes are called. Tied tensors share them."""
-        buckets = {part.bucket.name: part.bucket for part in self.parts}
-        wholes = [w.whole for bucket in buckets.values() for w in bucket.weights]
-        return buckets.keys() | {other.bucket.name for whole in wholes for other in whole.others}
-
-    def is_like(self, other: torch.Tensor) -> bool:
-        """Whether `other` has the same dtype and layout, and lies on the host."""
-        mine = self.view
-        return (mine.device, mine.dtype, mine.shape, mine.stride()) == (other.device, other.dtype, other.shape, other.stride())
-
-    def mode(self) -> torch.inference_mode:
-        """In here memory is made that is to stand behind the tensor: made in the other mode, it would hide writes."""
-        return torch.inference_mode(self.view.is_inference())
-
-
-@dataclass(slots=True, eq=False)
-class HostBucket:
-    """Bytes that are copied together. `flat` is uint8, one dimension, `nbytes` long."""
-
-    name: str
-    nbytes: int
-    region: Region
-    flat: torch.Tensor
-    weights: list[HostWeight] = field(default_factory=list)
-    coarse: bool = False
-    """Packed by modules, not by the segments of a graph: a graph packs it anew."""
 
 
 class HostStore:

@@ -55,6 +55,11 @@ class Units:
     units: tuple[Unit, ...]
     rest: tuple[Named, ...]
 
+    def are_same(self, other: Units) -> bool:
+        """Whether these are the same modules with the same tensors, whatever their names."""
+        mine, others = ([id(unit.module) for unit in units.units] for units in (self, other))
+        return mine == others and _tensor_ids(self) == _tensor_ids(other)
+
     def __str__(self) -> str:
         from fxoffload.show import table
 
@@ -117,7 +122,20 @@ def declared_paths(root: Module) -> frozenset[str]:
     if not declared:
         return frozenset()
     blocks = _by_id(_expand(module for modules in declared.values() for module in modules))
-    return frozenset(path for path, module in root.named_modules(remove_duplicate=False) if id(module) in blocks)
+    return frozenset(path for path, module in _all_paths(root, "", ()) if id(module) in blocks)
+
+
+def _all_paths(module: Module, path: str, above: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
+    """Every path to every module, but those that come back to a module above: a block may know its model."""
+    yield path, module
+    children: dict[str, Module | None] = vars(module)["_modules"]
+    for name, child in children.items():
+        if child is not None and child is not module and child not in above:
+            yield from _all_paths(child, f"{path}.{name}" if path else name, (*above, module))
+
+
+def _tensor_ids(units: Units) -> list[set[int]]:
+    return [{id(t) for _, t in tensors} for tensors in (*(unit.tensors for unit in units.units), units.rest)]
 
 
 # -- declarations ------------------------------------------------------------------------------------------------------

@@ -71,6 +71,30 @@ def test_a_graph_break_is_right_and_warned_of_once(make: Any, pattern: str, monk
     assert fxoffload.stats(model).nbytes_arena <= smallest
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("first", ["wrong", "right"])
+@torch.no_grad()
+def test_an_input_on_the_wrong_device_is_an_error_and_the_next_right_call_works(fullgraph: bool, first: str) -> None:
+    """Dynamo's own error, which names both devices. Weights trace on the onload device, so nothing runs where they lie."""
+    model = toy(6)
+    expected = resident(lambda: toy(6), [rows(k) for k in range(3)])
+    torch._dynamo.reset()
+    compiled = offload(model, fullgraph=fullgraph)
+    wrong = rows(0).to("meta")
+    if first == "right":
+        compiled(rows(0))
+    for k in range(3):
+        with pytest.raises(RuntimeError, match="device") as refused:
+            compiled(wrong)
+        assert "meta" in str(refused.value)
+        assert "cpu" in str(refused.value)
+        assert torch.equal(compiled(rows(k)), expected[k])
+        halve(model)
+        assert torch.equal(compiled(rows(k)), expected[k])
+    assert torch.equal(compiled(rows(0)), expected[0])
+    assert_streams(model)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

@@ -19,9 +19,11 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api
+from fxoffload.attached import attachment_of
 from fxoffload.config import OffloadConfig
-from fxoffload.eager import attach, attachment_of
+from fxoffload.eager import attach
 from fxoffload.errors import BudgetError, GradientError, OffloadError, OffloadWarning
+from fxoffload.handle import LayerwiseOffloadHandle
 from fxoffload.transfer import ThreadTransfer
 from tests.checks import DELAY_S, assert_state, snapshot
 from tests.models import Block, Reversed, Towers, Toy, seeded, toy
@@ -361,6 +363,43 @@ def test_budget_changes() -> None:
             assert fxoffload.stats(model).nbytes_arena <= nbytes_of(model) * part
 
 
+@pytest.mark.parametrize("ran", [0, 2])
+@pytest.mark.parametrize("between", [True, False])
+def test_a_smaller_budget_splits_blocks(ran: int, between: bool) -> None:
+    with twins(lambda: Toy(6, 32), part=0.9) as (model, plain):
+        check(model, plain, inputs(ran, 32), streams=False)
+        attachment = attachment_of(model)
+        assert attachment is not None
+        blocks = attachment.module_names
+        assert "blocks.0" in blocks
+        with pytest.raises(BudgetError, match="raise the budget to at least") as refused:
+            fxoffload.set_memory_budget(model, "1KiB")
+        assert attachment.module_names == blocks
+        if between:
+            check(model, plain, inputs(2, 32), streams=False)
+        smallest = refused.value.smallest_nbytes
+        # Less than two blocks, since the leaves of one are copied in turn.
+        assert smallest < nbytes_of(model.blocks[0]) * 2
+        fxoffload.set_memory_budget(model, smallest)
+        assert "blocks.0.up" in attachment.module_names
+        check(model, plain, inputs(4, 32))
+        assert fxoffload.stats(model).nbytes_arena <= smallest
+        assert fxoffload.stats(model).nbytes_copied == fxoffload.get_plan(model).streamed_nbytes
+        assert fxoffload.smallest_budget(model, overlap=False) == smallest
+        for part in (0.9, 0.5):
+            fxoffload.set_memory_budget(model, int(nbytes_of(model) * part))
+            check(model, plain, inputs(3, 32))
+
+
+def test_a_smaller_budget_before_anything_is_packed() -> None:
+    with twins(lambda: Toy(6, 32), part=0.9, eager_offload=False) as (model, plain):
+        attachment = attachment_of(model)
+        assert attachment is not None
+        LayerwiseOffloadHandle(attachment).set_memory_budget(nbytes_of(model.blocks[0]) * 2)
+        assert "blocks.0.up" in attachment.module_names
+        check(model, plain, inputs(4, 32))
+
+
 # -- interruptions -----------------------------------------------------------------------------------------------------
 
 
@@ -526,6 +565,18 @@ def test_errors() -> None:
         model(inputs(1)[0])
     call_under_no_grad(model, inputs(1)[0])
     attachment.detach()
+
+
+def test_an_input_without_bytes_is_an_error_and_the_next_right_call_works() -> None:
+    """Inputs of other devices are moved to the onload device; these cannot be."""
+    with twins(lambda: Toy(5), part=0.5) as (model, plain):
+        wrong = inputs(1)[0].to("meta")
+        for _ in range(3):
+            for part in (model, model.blocks[1]):
+                with pytest.raises(OffloadError, match="Toy: an input is on the meta device, without bytes; give one that is"):
+                    call_under_no_grad(part, wrong)
+            check(model, plain, inputs(2))
+            check(model.blocks[1], plain.blocks[1], inputs(1), streams=False)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -18,7 +18,7 @@ from torch import nn
 import fxoffload
 from fxoffload import api
 from fxoffload.arena import Arena
-from fxoffload.eager import attachment_of
+from fxoffload.attached import attachment_of
 from fxoffload.engine import Engine, find_engine
 from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.hostmemory import HostMemory
@@ -274,6 +274,9 @@ def test_a_model_that_is_deleted_gives_its_host_memory_back(how: str) -> None:
 
 @HOWS
 def test_a_model_that_is_deleted_is_unpinned(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Models of other tests are not counted.
+    torch._dynamo.reset()
+    gc.collect()
     closed: list[int] = []
     close = HostStore.close
     monkeypatch.setattr(HostStore, "close", lambda self: (closed.append(self.nbytes), close(self)))

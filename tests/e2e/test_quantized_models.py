@@ -14,12 +14,12 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api
-from fxoffload.eager import attachment_of
-from fxoffload.errors import GradientError, OffloadError, WeightError
+from fxoffload.attached import attachment_of
+from fxoffload.errors import BudgetError, GradientError, OffloadError, WeightError
 from fxoffload.select import tensors_below
 from tests.checks import Trio, assert_state, assert_streams, attached, check_budgets, halve, offload, snapshot
 from tests.models import Block, Toy, first, seeded
-from tests.wrapped import D, Fickle, Opaque, Scaled, Shifted, State, requantized
+from tests.wrapped import D, Fickle, Opaque, Packed, PackedLinear, Scaled, Shifted, State, requantized
 
 IDS = [torch.arange(7) + 3 * k for k in range(3)]
 
@@ -81,6 +81,64 @@ def test_some_layers_an_embedding_and_a_tie_without_a_compiler() -> None:
     model, plain = mixed(), mixed()
     attachment = attached(model, 0.8)
     assert_calls(model, plain, IDS)
+    attachment.detach()
+    assert_state(model, snapshot(plain))
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("of", [Scaled.of, Shifted.of, Packed.of, "mixed"], ids=["scaled", "nested", "packed", "mixed"])
+def test_a_smaller_budget_splits_blocks(of: Any, ran: bool) -> None:
+    def make() -> Any:
+        layer = PackedLinear if of == Packed.of else nn.Linear
+        return mixed() if of == "mixed" else requantized(seeded(lambda: Toy(6, D)), of, layer)
+
+    model, plain = make(), make()
+    calls = IDS if of == "mixed" else [given(k) for k in range(3)]
+    attachment = attached(model, 1.0)
+    with torch.no_grad():
+        for value in calls if ran else []:
+            assert torch.equal(model(value), plain(value))
+    assert "blocks.0" in attachment.module_names
+    with pytest.raises(BudgetError, match="raise the budget to at least") as refused:
+        fxoffload.set_memory_budget(model, "1KiB")
+    fxoffload.set_memory_budget(model, refused.value.smallest_nbytes)
+    assert "blocks.0.up" in attachment.module_names
+    assert_calls(model, plain, calls + calls)
+    assert fxoffload.stats(model).nbytes_arena <= refused.value.smallest_nbytes
+    assert_streams(model)
+    attachment.detach()
+    assert_state(model, snapshot(plain))
+
+
+class Apart(nn.Linear):
+    """Has what its weight consisted of as buffers."""
+
+    data_: torch.Tensor
+    scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.data_.to(x.dtype) * self.scale, self.bias)
+
+
+@torch.no_grad()
+def test_a_weight_that_is_taken_apart() -> None:
+    """The units have the tensors that they had."""
+    model, plain = (requantized(seeded(lambda: Toy(5, D)), Scaled.of) for _ in range(2))
+    attachment = attached(model, 0.6)
+    calls = [given(k) for k in range(3)]
+    assert_calls(model, plain, calls)
+    units = attachment.units
+    for up in (m.get_submodule("blocks.1.up") for m in (model, plain)):
+        weight: Any = up.weight
+        del up.weight
+        up.register_buffer("data_", weight.data_)
+        up.register_buffer("scale", weight.scale)
+        up.__class__ = Apart
+    assert_calls(model, plain, calls)
+    assert units.are_same(attachment.units)
+    for m in (model, plain):
+        m.get_buffer("blocks.1.up.scale").mul_(2)
+    assert_calls(model, plain, calls)
     attachment.detach()
     assert_state(model, snapshot(plain))
 

@@ -56,6 +56,15 @@ def test_streamed_equals_the_plain_model(settings: dict[str, Any], late: Callabl
 
 
 @torch.no_grad()
+def test_inputs_on_the_host_are_moved() -> None:
+    model = toy()
+    plain = copy.deepcopy(model).to(DEVICE)
+    attached(model)
+    for k in range(3):
+        assert torch.equal(model(given(k).cpu()), plain(given(k)))
+
+
+@torch.no_grad()
 def test_the_host_does_not_wait() -> None:
     model = toy()
     plain = copy.deepcopy(model).to(DEVICE)

@@ -294,3 +294,16 @@ def test_a_torch_without_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(FakeTensorMode, "from_tensor", from_tensor)
     with pytest.raises(Exception, match=r"^hostalias: torch .*from_tensor has no parameter \['source'\]; use a torch version"):
         hostalias._check_signatures()
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_an_input_on_the_host_meets_weights_on_the_onload_device(stub: Stub, fullgraph: bool) -> None:
+    """An error that names both, not a graph break behind which all runs on the host."""
+    model = torch.compile(toy(2), backend=stub, fullgraph=fullgraph)  # type: ignore[arg-type]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="device") as refused:
+        model(X.new_ones(3, 16, device="cpu"))
+    assert "meta" in str(refused.value)
+    assert "cpu" in str(refused.value)
+    with torch.no_grad():
+        assert model(X).shape == X.shape
+    assert stub.graphs == 1

@@ -243,7 +243,7 @@ def test_another_budget_for_all() -> None:
     assert group["transformer"].stats().nbytes_copied == 0
     least = group.smallest_budget()
     assert least == REST + 2 * BLOCK
-    with pytest.raises(BudgetError, match=r"^pipelines: \w+: budget 2.50 KiB: blocks.0 alone needs .* at least"):
+    with pytest.raises(BudgetError, match=r"^pipelines: \w+: budget 2.50 KiB: blocks.0.up alone needs .* at least"):
         group.set_memory_budget(REST)
     assert {handle.memory_budget_nbytes for handle in group} == {1 << 20}
     group.set_memory_budget(least)
