@@ -185,7 +185,7 @@ class Follower(Planned):
 
     def looking(self) -> AbstractContextManager[object]:
         """In here, weights that are read outside their units are found, where that is not known yet."""
-        return Look(self._see) if self._looks else nullcontext()
+        return Look(self._see, self._managed.see_write) if self._looks else nullcontext()
 
     def enter(self, unit: int) -> None:
         """A unit is called: its weights are on the device when this returns."""
@@ -208,7 +208,7 @@ class Follower(Planned):
                 staged.wait(step.loads, forward.waited)
                 # What was borrowed may have been written there since.
                 views = [(p, view) for p, view in step.views if id(p) not in self._managed.present]
-            self._managed.put_in(views)
+            self._put_in(views)
         versions = self._managed.versions(views)
         start = self._timer.start() if self._timer is not None else None
         forward.running.append(_Running(unit, views, step, slots, versions, start))
@@ -258,10 +258,15 @@ class Follower(Planned):
         """The unit that runs now."""
         return self._forward.running[-1].unit if self._forward is not None and self._forward.running else None
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        """Some code reads this tensor. If it is a weight whose unit does not run, it comes to the device, to stay."""
-        for packed in self._managed.found_in(tensor):
+    def _see(self, tensor: torch.Tensor) -> bool:
+        """Some code reads this tensor. If it is a weight whose unit does not run, it comes to the device, to stay.
+
+        Returns whether it is a weight.
+        """
+        found = self._managed.found_in(tensor)
+        for packed in found:
             self.borrow(packed)
+        return bool(found)
 
     def borrow(self, packed: HostTensor) -> None:
         """Bring a tensor to the device in memory of its own for the rest of this forward; it is resident in the next ones."""
@@ -272,12 +277,18 @@ class Follower(Planned):
             # A copy on every device, the CPU too: what is written to it reaches the host as from any other.
             memory = elements(host).to(self.engine.device, copy=True)
             views: Views = [(packed, memory.as_strided(host.shape, host.stride()))]
-        managed.put_in(views)
+        self._put_in(views)
         forward.views += views
         forward.versions += managed.versions(views)
         # What is written to it does not reach the arena.
         self.engine.forget([packed])
         self._keep(packed)
+
+    def _put_in(self, views: Views) -> None:
+        """Let tensors be views of the device. What the model gave them meanwhile is theirs, and stays resident."""
+        for packed in self._managed.take_given(views):
+            self._keep(packed)
+        self._managed.put_in(views)
 
     @property
     def _steps(self) -> Steps:

@@ -5,7 +5,7 @@ that it is in say that they are on the device. What the model writes meanwhile i
 tensors that are on the device whatever runs, when the forward ends.
 """
 
-# Private names of torch: the base of batch norms. Checked on torch 2.11 and 2.13.
+# Private names of torch: the base of batch norms, the end of function modes. Checked on torch 2.11 and 2.13.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Managed:
         self._statistics = [(weakref.ref(m), p) for m in root.modules() for p in self._statistics_of(m)]
         self._cast = {id(self._by_id[id(t)]) for t in cast_weights(root) if id(t) in self._by_id}
         """Weights that hooks convert around every use, and back."""
+        self._unseen: set[int] = set()
+        """Those that the model writes, and no version counter shows it."""
         held = held_by(self._place(p) for p in self.packed)
         self._wrappers = [Part(module, "", key, path) for (module, key), path in held]
         self._around: dict[int, list[int]] = {}
@@ -158,6 +160,33 @@ class Managed:
             for i in {i for p in packed for i in self._around.get(id(p), ())}:
                 label(self._now[i], device)
 
+    def see_write(self, tensor: torch.Tensor) -> None:
+        """The model writes to a weight through its `data`; from now on it is taken as written whenever it was on the device."""
+        self._unseen.update(id(packed) for packed in self.found_in(tensor))
+
+    def take_given(self, views: Views) -> list[HostTensor]:
+        """Tensors that the model gave other memory while they were on the host: the values go there, and to these views.
+
+        Returns these tensors. Raises WeightError for one that has another layout there.
+        """
+        taken: list[HostTensor] = []
+        # Who looks for reads of weights must not take these for any.
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            for packed, view in views:
+                if id(packed) in self._cast or tensor_of(packed).data_ptr() == packed.view.data_ptr():
+                    continue
+                try:
+                    memory = self._memory_given(packed)
+                except WeightError:
+                    tensor_of(packed).data = packed.view
+                    raise
+                elements(packed.view).copy_(elements(memory))
+                elements(view).copy_(elements(memory))
+                taken.append(packed)
+        if taken:
+            self.watch.written(self.tensors(), self.wrappers())
+        return taken
+
     def versions(self, views: Views) -> list[Version]:
         """Where the counters of these tensors stand."""
         if not self._around:
@@ -171,7 +200,7 @@ class Managed:
         Raises WeightError for one that has another layout there.
         """
         written: list[HostTensor] = []
-        unseen = {id(p) for module, p in self._statistics if (m := module()) is not None and m.training}
+        unseen = self._unseen | {id(p) for module, p in self._statistics if (m := module()) is not None and m.training}
         for (packed, view), then, now in zip(views, versions, self.versions(views), strict=True):
             moved = tensor_of(packed).data_ptr() != view.data_ptr() and id(packed) not in self._cast
             memory = self._memory_given(packed) if moved else view

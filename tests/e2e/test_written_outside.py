@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import fxoffload
+from fxoffload.errors import WeightError
 from tests.checks import assert_state, attached, snapshot
 from tests.models import Block, Toy, seeded
 
@@ -107,6 +109,66 @@ class Repeating(Toy):
         return x
 
 
+class Giving(Written):
+    """Gives the buffer of a unit other memory before anything reads it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = self.memory.cache
+        self.memory.cache.data = torch.full_like(cache, float(x.sum()))
+        x = self.memory(x) if self.calls else x
+        return super().forward(x)
+
+
+class Assigning(Toy):
+    """Gives a weight of a block other memory, and lets only the block read it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        self.blocks[2].up.weight.data = torch.eye(2 * D, D) * x.mean()  # type: ignore[union-attr]
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def add(tensor: torch.Tensor) -> None:
+    tensor.data.add_(1)
+
+
+def add_and_assign(tensor: torch.Tensor) -> None:
+    tensor.data += 1
+
+
+def set_row(tensor: torch.Tensor) -> None:
+    tensor.data[3] = tensor.data[3] + 1
+
+
+def add_to_a_view(tensor: torch.Tensor) -> None:
+    tensor.data[0].add_(1)
+
+
+def write_out(tensor: torch.Tensor) -> None:
+    torch.add(tensor.data, 1, out=tensor.data)
+
+
+WRITES = (add, add_and_assign, set_row, add_to_a_view, write_out)
+
+
+class Unseen(Toy):
+    """Writes through `data`, which raises no version counter: a buffer from outside or inside of its unit."""
+
+    def __init__(self, write: Callable[[torch.Tensor], None], *, inside: bool) -> None:
+        super().__init__(3, D)
+        self.memory = Memory()
+        self.write, self.inside = write, inside
+        if inside:
+            self.memory.register_forward_pre_hook(lambda module, _: write(module.cache))  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.inside:
+            self.write(self.memory.cache)
+        return self.memory(super().forward(x))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "buffer": lambda: Written(calls=0),
     "buffer, then its unit": lambda: Written(calls=1),
@@ -116,6 +178,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "nested": lambda: Nested(alone=""),
     "nested, then alone": lambda: Nested(alone="after"),
     "alone, then nested": lambda: Nested(alone="before"),
+    "other memory": lambda: Giving(calls=0),
+    "other memory, then its unit": lambda: Giving(calls=1),
+    "other memory of a parameter": lambda: Assigning(4, D),
+    **{f"data, {write.__name__}, outside": functools.partial(Unseen, write, inside=False) for write in WRITES},
+    **{f"data, {write.__name__}, inside": functools.partial(Unseen, write, inside=True) for write in WRITES},
 }
 
 
@@ -169,6 +236,21 @@ def test_a_unit_that_wrote_is_on_the_device_when_it_is_called_again() -> None:
     assert_state(model, snapshot(plain))
     assert len(model.memory.pointers) == 5
     assert model.memory.cache.data_ptr() not in model.memory.pointers
+
+
+class Growing(Written):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory.cache.data = torch.zeros(2 * D, D)
+        return self.memory(x)
+
+
+def test_other_memory_of_another_layout_is_refused() -> None:
+    model, _ = twins(lambda: Growing(calls=1), 0.8)
+    text = r"^managed: memory\.cache: the model made it torch\.float32 \[1024, 512\] while it ran, and it is"
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(WeightError, match=text):
+            model(inputs(1)[0])
+    assert model.memory.cache.shape == (D, D)
 
 
 def refuse(*_: Any) -> None:

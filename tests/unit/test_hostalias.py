@@ -268,6 +268,7 @@ def test_private_members_of_torch_are_there() -> None:
     assert isinstance(torch.ones(1)._version, int)
     assert hasattr(torch.ops.aten.add.Tensor, "_overloadpacket")
     assert hasattr(torch.Tensor, "_make_wrapper_subclass")
+    assert hasattr(torch._C, "DisableTorchFunction")
     assert torch.Tensor.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     assert isinstance(torch.ops.aten.view.default.is_view, bool)
     assert "tensor_to_context" in vars(TracingContext(None))  # type: ignore[arg-type]
