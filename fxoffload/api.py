@@ -99,7 +99,7 @@ def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> 
     """Give a model another budget: new plans and top levels, no compilation. Takes effect at the next call.
 
     `memory_budget` as in `OffloadConfig`. Without a compiler, blocks that no longer fit are split. Raises BudgetError, and leaves
-    everything as it was, when a graph does not fit; OffloadError for a model that has not run.
+    everything as it was, when a graph does not fit; OffloadError for a model that has not run, or runs now (from its hooks).
 
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
     >>> options = {"memory_budget": "1MiB", "onload_device": "cpu", "segment_compiler": "eager"}
@@ -116,6 +116,10 @@ def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> 
     """
     engine = engine_of(model)
     with engine.lock:
+        if any(one.running for one in planned_of(model)):
+            raise OffloadError(
+                f"set_memory_budget: a forward of {type(module_of(model)).__name__} is under way; call it before or after"
+            )
         before = engine.budget
         attachment = attachment_of(module_of(model))
         budget = OffloadConfig(memory_budget=memory_budget, onload_device=engine.device)  # type: ignore[arg-type]

@@ -254,6 +254,10 @@ class Follower(Planned):
             self._learn()
 
     @property
+    def running(self) -> bool:
+        return self._forward is not None
+
+    @property
     def innermost(self) -> int | None:
         """The unit that runs now."""
         return self._forward.running[-1].unit if self._forward is not None and self._forward.running else None

@@ -63,6 +63,11 @@ class Planned:
         return knobs_of(self.config)
 
     @property
+    def running(self) -> bool:
+        """Whether a forward by the plan is under way that calls code of the model."""
+        return False
+
+    @property
     def warm(self) -> bool:
         """Whether the first forwards, which measure and may change the plan, are over."""
         return self._warmup.done

@@ -314,3 +314,17 @@ def test_parameters_on_meta_are_named(name: str, how: str) -> None:
     model.get_submodule(name).to("meta")
     with pytest.raises(OffloadError, match=rf"{re.escape(name)}.weight.*meta|meta.*{re.escape(name)}.weight"):
         offloaded(model, how)
+
+
+@torch.no_grad()
+def test_another_budget_while_a_forward_runs() -> None:
+    model, reference = toy(), toy()
+    fxoffload.layerwise_offload(model, onload_device="cpu", memory_budget="1GiB")
+    model(rows(0))
+    before = fxoffload.get_plan(model)
+    hook = model.blocks[1].register_forward_hook(lambda *_: fxoffload.set_memory_budget(model, "2GiB"))
+    with pytest.raises(OffloadError, match="set_memory_budget: a forward of Toy is under way"):
+        model(rows(0))
+    hook.remove()
+    assert fxoffload.get_plan(model).budget_nbytes == before.budget_nbytes
+    assert torch.equal(model(rows(1)), reference(rows(1)))
