@@ -161,7 +161,7 @@ def analyse(
         sources=weight_sources,
         inputs=passed,
         output_device=output_device,
-        seconds=tuple(watch.laps),
+        seconds=tuple(watch.laps.items()),
     )
 
 
@@ -178,7 +178,7 @@ def _compile(program: Program, example_inputs: Sequence[Any], *, packs: bool) ->
                 packing.result()
         watch.lap("pack, beyond compile")
     logger.info("backend: %d segments, %d distinct", len(program.blocks.segments), distinct)
-    return dataclasses.replace(program, programs=programs, distinct=distinct, seconds=(*program.seconds, *watch.laps))
+    return dataclasses.replace(program, programs=programs, distinct=distinct, seconds=(*program.seconds, *watch.laps.items()))
 
 
 def _arguments(
@@ -204,15 +204,15 @@ def _kept(
 
 
 class _Watch:
-    """Seconds a stage took, in order."""
+    """Seconds of every stage, in order; those of one that ran twice are added up."""
 
     def __init__(self) -> None:
-        self.laps: list[tuple[str, float]] = []
+        self.laps: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, stage: str) -> None:
         now = time.perf_counter()
-        self.laps.append((stage, now - self._last))
+        self.laps[stage] = self.laps.get(stage, 0.0) + now - self._last
         self._last = now
 
 

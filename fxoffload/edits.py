@@ -121,6 +121,10 @@ class EditWatch:
         self._probe = _Probe(views) if any(view.numel() for view in views) else None
         return [k for k in self._kept.values() if k not in before]
 
+    def changed(self) -> list[int]:
+        """Indices of the weights that the device keeps and whose bytes do not look as they did at the last question."""
+        return sorted(self._kept[k] for k in self._probe.changed()) if self._probe is not None else []
+
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Indices of the weights whose memory is not the store's any more."""
         pointers = [t.data_ptr() for t in tensors]
@@ -137,9 +141,7 @@ class EditWatch:
             found.update(k for now, then, held in changes if now != then for k in held)
             found.intersection_update(self._kept.values())
             self._versions = versions
-        if self._probe is not None:
-            found.update(self._kept[k] for k in self._probe.changed())
-        return sorted(found)
+        return sorted(found.union(self.changed()))
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:

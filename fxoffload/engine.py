@@ -83,6 +83,8 @@ class Engine:
         """Residents that the arena holds for sure: bucket names by offset."""
         self.current: Planned | None = None
         """Whose end state the arena is in."""
+        self.filled: weakref.ref[Planned] | None = None
+        """Who saw to `present` last. The arena has these weights as it saw them then."""
         self.planned: list[Planned] = []
         self.measured: weakref.WeakKeyDictionary[Program, float] = weakref.WeakKeyDictionary()
         """What a forward of a program takes besides the arena, where it was measured, as a multiple of its estimate."""

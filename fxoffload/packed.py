@@ -51,6 +51,13 @@ class HostTensor:
         wholes = [w.whole for bucket in buckets.values() for w in bucket.weights]
         return buckets.keys() | {other.bucket.name for whole in wholes for other in whole.others}
 
+    def forget(self) -> None:
+        """It is packed no more."""
+        for weight in self.others:
+            weight.bucket.weights.clear()
+        self.parts.clear()
+        self.others.clear()
+
     def is_like(self, other: torch.Tensor) -> bool:
         """Whether `other` has the same dtype and layout, and lies on the host."""
         mine = self.view

@@ -46,6 +46,7 @@ class Planned:
         self.plan: Plan | None = None
         self._kept: Plan | None = None
         """The plan that edits are looked for under."""
+        self._watched: tuple[EditWatch, Sequence[HostTensor]] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -150,11 +151,21 @@ class Planned:
                 raise Retied
             self.engine.store.rebind([packed[k] for k in moved], [tensors[k] for k in moved])
         self.engine.forget([packed[k] for k in {*moved, *watch.written(tensors, wrappers)}])
+        last = self.engine.filled() if self.engine.filled is not None else None
+        if last is not None and last is not self:
+            # It may have copied other values than those that this saw before: edits through `.data` can be taken back.
+            self.engine.forget(last.changed())
+
+    def changed(self) -> list[HostTensor]:
+        """What the plan keeps on the device and does not look, by its bytes, as it did when this ran."""
+        watch, packed = self._watched or (None, ())
+        return [packed[k] for k in watch.changed()] if watch is not None else []
 
     def _keep_watch(self, watch: EditWatch, packed: Sequence[HostTensor]) -> None:
         """Tell who looks for edits what the plan keeps on the device between forwards; what is new there is copied."""
         plan = self.plan
         assert plan is not None
+        self._watched, self.engine.filled = (watch, packed), weakref.ref(self)
         if plan is self._kept:
             return
         self._kept = plan

@@ -212,7 +212,7 @@ class HostStore:
         for bucket in buckets:
             self.buckets.pop(bucket.name, None)
             for weight in bucket.weights:
-                weight.whole.parts.clear()
+                weight.whole.forget()
             bucket.weights.clear()
 
     def _is_at_home(self, tensor: torch.Tensor) -> bool:

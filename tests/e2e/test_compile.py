@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 import fxoffload
-from fxoffload import api, lower
+from fxoffload import api, backend, lower
+from fxoffload.blocks import find_blocks
+from fxoffload.machine import Machine
 from tests.checks import assert_streams, budgets, delay_copies, halve, offload
-from tests.models import rows, toy
+from tests.models import Toy, rows, seeded, toy
 
 
 def graphs() -> int:
@@ -285,3 +288,43 @@ def test_two_models_of_one_class_share_code_and_nothing_else() -> None:
     assert fxoffload.get_plan(a) != fxoffload.get_plan(b)
     del a, run_a
     torch.testing.assert_close(run_b(rows(9)), b(rows(9)), rtol=1e-4, atol=1e-5)
+
+
+class Counting(Toy):
+    def __init__(self) -> None:
+        super().__init__(3, 128)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.calls.add_(1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("link_gb_s", "settings", "cuts"), [(1.0, {}, 2), (1e5, {}, 1), (1.0, {"max_bucket_bytes": "1MiB"}, 1)])
+def test_where_copies_take_far_longer_than_compute_pieces_are_finer(
+    monkeypatch: pytest.MonkeyPatch, link_gb_s: float, settings: dict[str, Any], cuts: int
+) -> None:
+    """Not where they take less, nor where a size was asked for. A buffer that the graph writes is written once a call."""
+    machine = dataclasses.replace(Machine.nominal(), link_gb_s=link_gb_s)
+    limits: list[int] = []
+
+    def find(*args: Any, max_segment_nbytes: int, **options: Any) -> Any:
+        limits.append(max_segment_nbytes)
+        return find_blocks(*args, max_segment_nbytes=max_segment_nbytes, **options)
+
+    monkeypatch.setattr(backend, "machine_of", lambda _: machine)
+    monkeypatch.setattr(backend, "find_blocks", find)
+    monkeypatch.setattr(backend, "_LEAST_BUCKET_NBYTES", 1 << 20)
+    monkeypatch.setattr(backend, "_LEAST_FINER_NBYTES", 128 << 10)
+    model, plain = (seeded(Counting) for _ in range(2))
+    compiled = offload(model, **settings)
+    for _ in range(3):
+        x = torch.ones(2, 128)
+        torch.testing.assert_close(compiled(x), plain(x))
+    assert model.calls.item() == 3
+    assert limits == [1 << 20, 128 << 10][:cuts]
+    program = api.bindings_of(model)[0].program
+    assert [stage for stage, _ in program.seconds].count("facts") == 1
+    largest = max(bucket.nbytes for bucket in program.buckets.buckets)
+    # A layer's matrix has just that size, and its bias comes with it.
+    assert (largest < 130 << 10) == (cuts == 2)

@@ -122,6 +122,27 @@ def test_edits_between_no_grad_and_inference_mode() -> None:
     assert len(api.bindings_of(model)) == 2
 
 
+def test_an_edit_that_is_taken_back_before_the_graph_that_did_not_see_it_runs() -> None:
+    """No counter moves, and to the first graph nothing happened. But the second one has copied other values to the same place."""
+    model, reference = toy(6), toy(6)
+    compiled = offload(model, dynamic=False)
+    with torch.no_grad():
+        compiled(rows(0, n=3)), compiled(rows(0, n=5))
+        halve(model)
+        for n in (3, 5, 3):
+            compiled(rows(0, n=n))
+        kept = [{(r.bucket, r.offset) for r in binding.plan.residents} for binding in api.bindings_of(model) if binding.plan]
+        assert kept[0] & kept[1]
+        for factor, n in ((2.0, 5), (0.5, 3)):
+            for m in (model, reference):
+                for parameter in m.parameters():
+                    parameter.data.mul_(factor)
+            torch.testing.assert_close(compiled(rows(0, n=n)), reference(rows(0, n=n)), rtol=1e-4, atol=1e-5)
+        restores = fxoffload.stats(model).restores
+        compiled(rows(0, n=3))
+        assert fxoffload.stats(model).restores == restores, "it is told once"
+
+
 class Tied(nn.Module):
     """Two parameters over the memory of one table."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import weakref
 from pathlib import Path
@@ -125,6 +126,24 @@ def test_rebind_takes_the_value_and_leaves_the_former_its_own() -> None:
     assert torch.equal(p, value)
     assert host.find(p) is None
     assert host.find(other) is bucket.weights[0].whole
+
+
+def test_what_is_packed_goes_without_the_garbage_collector() -> None:
+    """Also where graphs see a weight cut by other rows than those that it was packed by."""
+    store = HostStore(torch.device("cpu"))
+    weight = torch.rand(64, 64)
+    store.pack("b", [("w", weight)])
+    found = store.find(weight)
+    assert found is not None
+    flat = weakref.ref(store.part(found, (0, 32)).bucket.flat)
+    assert store.part(found, (0, 32)).bucket.flat is flat(), "one view of it for all"
+    del found
+    gc.disable()
+    try:
+        store.close()
+        assert flat() is None
+    finally:
+        gc.enable()
 
 
 def test_rebind_swaps() -> None:
