@@ -134,7 +134,8 @@ class Engine:
 
     def forget(self, packed: Iterable[HostTensor]) -> None:
         """The host bytes of tensors changed: what the arena holds of their buckets is stale."""
-        stale = set[str]().union(*(p.bucket_names() for p in packed))
+        buckets = {id(part.bucket): part.bucket for p in packed for part in p.parts}
+        stale = set[str]().union(*(bucket.names() for bucket in buckets.values()))
         if not stale:
             return
         self.present = {offset: name for offset, name in self.present.items() if name not in stale}

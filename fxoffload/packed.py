@@ -45,12 +45,6 @@ class HostTensor:
     others: list[HostWeight] = field(default_factory=list)
     """What it is seen as besides, cut otherwise (`HostStore.part`)."""
 
-    def bucket_names(self) -> set[str]:
-        """What all buckets with some of its bytes are called. Tied tensors share them."""
-        buckets = {part.bucket.name: part.bucket for part in self.parts}
-        wholes = [w.whole for bucket in buckets.values() for w in bucket.weights]
-        return buckets.keys() | {other.bucket.name for whole in wholes for other in whole.others}
-
     def forget(self) -> None:
         """It is packed no more."""
         for weight in self.others:
@@ -79,3 +73,7 @@ class HostBucket:
     weights: list[HostWeight] = field(default_factory=list)
     coarse: bool = False
     """Packed by modules, not by the segments of a graph: a graph packs it anew."""
+
+    def names(self) -> set[str]:
+        """What all buckets with some of its bytes are called: itself, and those that its weights are seen as besides."""
+        return {self.name, *(other.bucket.name for w in self.weights for other in w.whole.others)}

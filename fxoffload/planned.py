@@ -46,6 +46,8 @@ class Planned:
         self.plan: Plan | None = None
         self._kept: Plan | None = None
         """The plan that edits are looked for under."""
+        self._kept_names: set[str] = set()
+        """The buckets that it keeps on the device between forwards."""
         self._watched: tuple[EditWatch, Sequence[HostTensor]] | None = None
 
     @property
@@ -151,8 +153,10 @@ class Planned:
                 raise Retied
             self.engine.store.rebind([packed[k] for k in moved], [tensors[k] for k in moved])
         self.engine.forget([packed[k] for k in {*moved, *watch.written(tensors, wrappers)}])
-        last = self.engine.filled() if self.engine.filled is not None else None
-        if last is not None and last is not self:
+        last = self.engine.filled() if self.engine.filled is not None else self
+        if last is None:
+            self.engine.refresh()
+        elif last is not self:
             # It may have copied other values than those that this saw before: edits through `.data` can be taken back.
             self.engine.forget(last.changed())
 
@@ -170,7 +174,12 @@ class Planned:
             return
         self._kept = plan
         names = {resident.bucket for resident in plan.residents} | {load.bucket for load in plan.live_at_start()}
-        new = watch.keep([k for k, p in enumerate(packed) if not names.isdisjoint(p.bucket_names())])
+        if names == self._kept_names:
+            return
+        self._kept_names = names
+        buckets = {id(part.bucket): part.bucket for p in packed for part in p.parts}
+        kept = {key for key, bucket in buckets.items() if not names.isdisjoint(bucket.names())}
+        new = watch.keep([k for k, p in enumerate(packed) if any(id(part.bucket) in kept for part in p.parts)])
         self.engine.forget([packed[k] for k in new])
 
     def _learn(self) -> None:

@@ -277,8 +277,9 @@ class HostStore:
         return HostTensor(name, weakref.ref(tensor), view)
 
     def _unused(self, name: str) -> str:
+        taken = self.buckets.keys() | {other.bucket.name for packed in self._tensors.values() for other in packed.others}
         candidate, k = name, 2
-        while candidate in self.buckets:
+        while candidate in taken:
             candidate, k = f"{name}~{k}", k + 1
         return candidate
 

@@ -37,6 +37,7 @@ PARTS = "fxoffload_parts"
 """Metadata of a node that makes a weight from placeholders: their names."""
 _STATE = "quant_state"
 """What layers of packed weights call the object that is needed to read them."""
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _DEPTH = 4
 """How deep objects beside a weight are looked into."""
 _REMEDY = "leave that module out of the model, or load it unquantized"
@@ -78,6 +79,9 @@ def _below(name: str, path: Path, value: Any, seen: set[int]) -> Iterator[tuple[
         if isinstance(item, torch.Tensor):
             yield from (((*here, *inner), plain) for inner, plain in inner_tensors(inner_name(name, here), item))
         elif isinstance(item, (list, tuple, dict)):
+            if type(value) in _ORDINARY:
+                # Notes of somebody's own: nothing that reads a plain weight needs them.
+                continue
             if any(isinstance(member, torch.Tensor) for member in (item.values() if isinstance(item, dict) else item)):
                 raise WeightError(
                     f"weights: {inner_name(name, here)}: tensors in a {type(item).__name__} do not move with the weight; "

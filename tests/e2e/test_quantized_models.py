@@ -380,6 +380,16 @@ def test_tensors_in_containers_beside_a_weight_are_named() -> None:
     )
 
 
+def test_notes_beside_a_plain_weight_are_none_of_ours() -> None:
+    model, reference = (seeded(lambda: Toy(2, D)) for _ in range(2))
+    notes = [torch.ones(3)]
+    model.blocks[1].up.weight.history = notes
+    attached(model, 0.5)
+    with torch.no_grad():
+        assert torch.equal(model(given(0)), reference(given(0)))
+    assert model.blocks[1].up.weight.history is notes
+
+
 @pytest.mark.parametrize("way", ["compiled", "eager"])
 def test_gradients_of_wrappers_are_refused(way: str) -> None:
     model = requantized(seeded(lambda: Toy(3, D)), Shifted.of).requires_grad_(True)
