@@ -232,20 +232,26 @@ class EarlyExit(Toy):
         return self.out(x)
 
 
+@torch.no_grad()
+def offload_half(model: nn.Module, how: str) -> None:
+    """Within half of its weights, by hooks or compiled."""
+    if how == "eager":
+        fxoffload.layerwise_offload(model, onload_device="cpu", memory_budget=sum(p.nbytes for p in model.parameters()) // 2)
+        return
+    options = {"onload_device": "cpu", "segment_compiler": "eager", "memory_budget": "1GiB"}
+    model.compile(backend=fxoffload.layerwise, options=options, fullgraph=True, dynamic=False)
+    model(rows(0))
+    halve(model)
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_early_exit(how: str) -> None:
     torch.manual_seed(0)
     model = EarlyExit(6).eval().requires_grad_(False)
     plain = copy.deepcopy(model)
     nbytes = sum(p.nbytes for p in model.parameters())
+    offload_half(model, how)
     with torch.no_grad():
-        if how == "eager":
-            fxoffload.layerwise_offload(model, onload_device="cpu", memory_budget=nbytes // 2)
-        else:
-            options = {"onload_device": "cpu", "segment_compiler": "eager", "memory_budget": "1GiB"}
-            model.compile(backend=fxoffload.layerwise, options=options, fullgraph=True, dynamic=False)
-            model(rows(0))
-            halve(model)
         for last in (99, 2, 99, 0, 4, 2, 99, 99):
             model.last = plain.last = last
             for k in range(2):
@@ -260,16 +266,9 @@ def test_early_exit(how: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(how: str, dtype: torch.dtype) -> None:
     model, plain = toy(6), toy(6)
-    nbytes = sum(p.nbytes for p in model.parameters())
     run: Any = model
+    offload_half(model, how)
     with torch.no_grad():
-        if how == "eager":
-            fxoffload.layerwise_offload(model, onload_device="cpu", memory_budget=nbytes // 2)
-        else:
-            options = {"onload_device": "cpu", "segment_compiler": "eager", "memory_budget": "1GiB"}
-            model.compile(backend=fxoffload.layerwise, options=options, fullgraph=True, dynamic=False)
-            model(rows(0))
-            halve(model)
         for k in range(6):
             with torch.autocast("cpu", dtype, enabled=k % 3 != 2):
                 got, wanted = run(rows(k)), plain(rows(k))

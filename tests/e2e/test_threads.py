@@ -15,7 +15,7 @@ import fxoffload
 from fxoffload.follow import Follower
 from fxoffload.store import HostStore
 from tests.checks import assert_state, delay_copies, snapshot
-from tests.models import rows, toy
+from tests.models import Toy, rows, toy
 
 OPTIONS = {"segment_compiler": "eager"}
 
@@ -61,10 +61,8 @@ def check(callers: list[Caller], plain: Any) -> None:
                 torch.testing.assert_close(got, plain(rows(k)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("unit", [0, 3])
-def test_a_graph_is_packed_while_the_hooks_run(unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain, handle, compiled = pair()
-    state = snapshot(plain)
+def paused_caller(model: Toy, unit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Caller, threading.Event]:
+    """A thread whose call has just begun that unit, and goes on once the event is set."""
     paused, go = threading.Event(), threading.Event()
     enter = Follower.enter
 
@@ -75,9 +73,17 @@ def test_a_graph_is_packed_while_the_hooks_run(unit: int, monkeypatch: pytest.Mo
             assert go.wait(60)
 
     monkeypatch.setattr(Follower, "enter", pausing)
-    eager = Caller(model)
-    eager.start()
+    caller = Caller(model)
+    caller.start()
     assert paused.wait(60)
+    return caller, go
+
+
+@pytest.mark.parametrize("unit", [0, 3])
+def test_a_graph_is_packed_while_the_hooks_run(unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, handle, compiled = pair()
+    state = snapshot(plain)
+    eager, go = paused_caller(model, unit, monkeypatch)
     graph = Caller(compiled)
     graph.start()
     # It traces, compiles, and comes to where it would pack.
@@ -116,19 +122,7 @@ def test_nobody_waits_for_the_hooks_while_it_holds_up_compilers(monkeypatch: pyt
     model, plain, handle, compiled = pair()
     for block in model.blocks:
         block.up.forward = torch.compile(block.up.forward, backend="eager")
-    paused, go = threading.Event(), threading.Event()
-    enter = Follower.enter
-
-    def pausing(self: Follower, index: int) -> None:
-        enter(self, index)
-        if not paused.is_set():
-            paused.set()
-            assert go.wait(60)
-
-    monkeypatch.setattr(Follower, "enter", pausing)
-    eager = Caller(model)
-    eager.start()
-    assert paused.wait(60)
+    eager, go = paused_caller(model, 0, monkeypatch)
     graph = Caller(compiled)
     graph.start()
     graph.join(2)
