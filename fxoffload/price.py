@@ -19,6 +19,7 @@ import sympy
 
 from fxoffload.blocks import Blocks
 from fxoffload.cost import SegmentCost
+from fxoffload.errors import OffloadError
 from fxoffload.facts import Facts, NodeFacts
 from fxoffload.machine import Machine
 
@@ -37,7 +38,8 @@ class SegmentPrice:
 
 
 def price(facts: Facts, blocks: Blocks, machine: Machine) -> tuple[SegmentPrice, ...]:
-    """Price every segment of a graph."""
+    """Price every segment of a graph. Raises OffloadError where a size is known only once values are computed (`nonzero`)."""
+    _refuse_unknown_sizes(facts)
     nodes = {n.name: n for n in facts.nodes}
     live = _live_nbytes(facts, blocks)
     sizes = {storage: nbytes for _, storage, nbytes in facts.inputs} | {s: b for n in facts.nodes for s, b in n.allocates}
@@ -50,6 +52,17 @@ def price(facts: Facts, blocks: Blocks, machine: Machine) -> tuple[SegmentPrice,
         cost = SegmentCost(segment.name, facts.value(compute_ms), facts.number(peak))
         prices.append(SegmentPrice(flops, compute_ms, peak, cost))
     return tuple(prices)
+
+
+def _refuse_unknown_sizes(facts: Facts) -> None:
+    known = {symbol for symbol, _ in facts.hints}
+    for node in facts.nodes:
+        sizes = (node.flops, node.touched_nbytes, *(nbytes for _, nbytes in node.allocates))
+        if any(size.free_symbols - known for size in sizes):
+            raise OffloadError(
+                f"price: {node.name} ({node.target}): how large its result is depends on values, so no memory can be planned; "
+                "leave torch._dynamo.config.capture_dynamic_output_shape_ops off, and Dynamo breaks the graph there"
+            )
 
 
 def price_function(

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+import warnings
 import weakref
 from typing import Any
 
@@ -24,7 +25,7 @@ from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.hostmemory import HostMemory
 from fxoffload.store import HostStore
 from tests.checks import assert_state, assert_streams, halve, offload, snapshot
-from tests.models import Toy, rows, toy
+from tests.models import Toy, rows, seeded, toy
 
 HOWS = pytest.mark.parametrize("how", ["eager", "compiled"])
 
@@ -328,3 +329,22 @@ def test_another_budget_while_a_forward_runs() -> None:
     hook.remove()
     assert fxoffload.get_plan(model).budget_nbytes == before.budget_nbytes
     assert torch.equal(model(rows(1)), reference(rows(1)))
+
+
+class Chosen(Toy):
+    """Returns as many rows as are above zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y[(y[:, 0] > 0).nonzero().squeeze(-1)]
+
+
+@torch.no_grad()
+def test_a_size_that_depends_on_values() -> None:
+    model, reference = (seeded(lambda: Chosen(3, 16)) for _ in range(2))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), pytest.raises(OffloadError, match="price: nonzero"):
+        offload(model)(rows(0))
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)
+        assert torch.equal(offload(model, fullgraph=False)(rows(0)), reference(rows(0)))
