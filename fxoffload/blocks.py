@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fxoffload.facts import Facts, NodeFacts
-from fxoffload.names import identifier
+from fxoffload.names import claim, identifier
 
 SEGMENT_NBYTES = 16 << 20
 _INDEXED = re.compile(r"^(?:(?P<container>.*)\.)?\d+$")
@@ -72,19 +72,11 @@ def find_blocks(facts: Facts, *, max_segment_nbytes: int, declared: Collection[s
         pieces = _cut(facts, nodes, weight_nbytes, max_segment_nbytes, owned)
         base = block or _outside_name(nodes, names_of)
         for i, piece in enumerate(pieces):
-            name = _unused(base if len(pieces) == 1 else f"{base}:{i}", taken)
+            name = claim(base if len(pieces) == 1 else f"{base}:{i}", taken, spell=identifier)
             weights = dict.fromkeys(w for node in piece for w in node.weights)
             segments.append(Segment(name, block, tuple(n.name for n in piece), tuple(weights)))
             owned.update(weights)
     return Blocks(tuple(segments))
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    candidate, k = name, 2
-    while identifier(candidate) in taken:
-        candidate, k = f"{name}~{k}", k + 1
-    taken.add(identifier(candidate))
-    return candidate
 
 
 def _discover(facts: Facts) -> set[str]:

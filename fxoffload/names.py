@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 _HEAD = re.compile(r"^[LG]\['\w+'\](?:\[0\])?")
 _STEP = re.compile(
@@ -30,3 +31,12 @@ def identifier(name: str) -> str:
     """A Python identifier for a dotted name: `blocks.3:1` -> `blocks_3_1`."""
     text = re.sub(r"\W", "_", name)
     return text if text and not text[0].isdigit() else f"_{text}"
+
+
+def claim(name: str, taken: set[str], *, spell: Callable[[str], str] = str) -> str:
+    """`name`, or the first of `name~2`, `name~3`, ... whose spelling is not taken. It is from now on."""
+    candidate, k = name, 2
+    while spell(candidate) in taken:
+        candidate, k = f"{name}~{k}", k + 1
+    taken.add(spell(candidate))
+    return candidate

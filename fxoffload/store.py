@@ -21,6 +21,7 @@ from fxoffload.edits import elements
 from fxoffload.errors import OffloadError
 from fxoffload.hostmemory import host_memory
 from fxoffload.layout import lay_out, share_bytes
+from fxoffload.names import claim
 from fxoffload.packed import HostBucket, HostTensor, HostWeight
 from fxoffload.pins import Pins
 from fxoffload.read import span_nbytes
@@ -36,6 +37,8 @@ class HostStore:
         self._pins = Pins(enabled=pin and device.type == "cuda")
         self._regions: list[Region] = []
         self.buckets: dict[str, HostBucket] = {}
+        self._names: set[str] = set()
+        """Those of all buckets, also of what weights are seen as besides (`part`)."""
         self._tensors: dict[int, HostTensor] = {}
         self.seconds = 0.0
         """Time spent packing and pinning, so far."""
@@ -104,7 +107,7 @@ class HostStore:
         offset = view.data_ptr() - region.address
         flat = region.flat(offset, min(align(span_nbytes(view)), region.nbytes - offset))
         name = f"{packed.name}[:]" if rows is None else f"{packed.name}[{rows[0]}:{rows[1]}]"
-        bucket = HostBucket(self._unused(name), flat.numel(), region, flat)
+        bucket = HostBucket(claim(name, self._names), flat.numel(), region, flat)
         bucket.weights.append(HostWeight(bucket, 0, span_nbytes(view), tuple(view.shape), tuple(view.stride()), packed, rows))
         packed.others.append(bucket.weights[0])
         return bucket.weights[0]
@@ -132,7 +135,7 @@ class HostStore:
             offsets = [t.data_ptr() - base if t.numel() else 0 for _, t in tensors]
         region = place.region
         flat = region.flat(place.offset, place.nbytes)
-        bucket = HostBucket(self._unused(name), place.nbytes, region, flat, coarse=coarse)
+        bucket = HostBucket(claim(name, self._names), place.nbytes, region, flat, coarse=coarse)
         self.buckets[bucket.name] = bucket
         pairs = list(zip(offsets, tensors, strict=True))
         packed = [self._copy(region, place.offset + start, tensor_name, tensor) for start, (tensor_name, tensor) in pairs]
@@ -158,7 +161,7 @@ class HostStore:
         buckets: list[HostBucket] = []
         for first, end in rows:
             flat = region.flat(base + first * row_nbytes, align((end - first) * row_nbytes))
-            buckets.append(HostBucket(self._unused(f"{name}[{first}:{end}]"), flat.numel(), region, flat))
+            buckets.append(HostBucket(claim(f"{name}[{first}:{end}]", self._names), flat.numel(), region, flat))
             self.buckets[buckets[-1].name] = buckets[-1]
         for tensor_name, tensor in tensors:
             whole = self._copy(region, base, tensor_name, tensor)
@@ -211,6 +214,7 @@ class HostStore:
         """Buckets, weights and tensors know each other in circles, which would hold the memory until Python looks for those."""
         for bucket in buckets:
             self.buckets.pop(bucket.name, None)
+            self._names -= bucket.names()
             for weight in bucket.weights:
                 weight.whole.forget()
             bucket.weights.clear()
@@ -275,13 +279,6 @@ class HostStore:
             with torch.inference_mode():
                 elements(view).copy_(elements(tensor.detach()))
         return HostTensor(name, weakref.ref(tensor), view)
-
-    def _unused(self, name: str) -> str:
-        taken = self.buckets.keys() | {other.bucket.name for packed in self._tensors.values() for other in packed.others}
-        candidate, k = name, 2
-        while candidate in taken:
-            candidate, k = f"{name}~{k}", k + 1
-        return candidate
 
 
 def _is_lodger(tensor: torch.Tensor, packed: HostTensor) -> bool:

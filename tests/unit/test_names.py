@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxoffload.names import dotted_name, identifier
+from fxoffload.names import claim, dotted_name, identifier
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,10 @@ def test_dotted_name(path: str, name: str) -> None:
 def test_identifier(name: str, text: str) -> None:
     assert identifier(name) == text
     assert text.isidentifier()
+
+
+def test_a_name_is_claimed_once() -> None:
+    taken: set[str] = set()
+    assert [claim("w", taken) for _ in range(3)] == ["w", "w~2", "w~3"]
+    assert claim("a.b", taken, spell=identifier) == "a.b"
+    assert claim("a_b", taken, spell=identifier) == "a_b~2"
