@@ -138,7 +138,8 @@ def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> 
 
 
 def smallest_budget(model: Any, *, overlap: bool = True) -> int:
-    """The least budget, in bytes, with which every graph of a model copies beside compute.
+    """The least budget, in bytes, with which no graph of a model is slow: copies run beside compute, and by the plan the step is
+    within 5% of its bound or of the time of its copies.
 
     Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there.
     Raises OffloadError for a model that has not run.

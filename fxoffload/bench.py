@@ -79,17 +79,18 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def shown_command(argv: Sequence[str]) -> str:
-    """The command that was run, without folders: they are nobody else's.
+    """The command that was run, without folders and locks: they are nobody else's.
 
     >>> shown_command(["bench", "--out", "here/h200.json", "--work", "/scratch", "--budgets", "2GiB"])
     'fxoffload bench --out h200.json --budgets 2GiB'
     """
     shown: list[str] = []
-    words = iter([part for word in argv for part in (word.split("=", 1) if word.startswith(("--out=", "--work=")) else [word])])
+    joined = ("--out=", "--work=", "--lock=")
+    words = iter([part for word in argv for part in (word.split("=", 1) if word.startswith(joined) else [word])])
     for word in words:
         if word == "--out":
             shown += [word, Path(next(words, "")).name]
-        elif word == "--work":
+        elif word in ("--work", "--lock"):
             next(words, "")
         else:
             shown.append(word)
@@ -113,6 +114,7 @@ def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
     base = Task(
         "", "", (), batch=arguments.batch, device=device.type, steps=arguments.steps, warmup=arguments.warmup,
         compiler=arguments.compiler or ("aot_eager" if on_cpu else "inductor"), folder=str(_folder(arguments)),
+        lock="" if arguments.lock is None else str(arguments.lock.resolve()),
     )  # fmt: skip
     return Run(
         workloads,

@@ -49,7 +49,7 @@ class Landmarks:
     smallest: Point
     """The model runs."""
     overlap: Point
-    """Every copy can run beside compute."""
+    """Not slow: copies run beside compute."""
     here: Point
     """The budget of the plan that is explained."""
     more: Point

@@ -143,7 +143,7 @@ class LayerwiseOffloadHandle(api.Handle):
         api.set_memory_budget(self._present(), memory_budget)
 
     def smallest_budget(self, *, overlap: bool = True) -> int:
-        """The least budget, in bytes, with which copies run beside compute; without `overlap`, that works at all."""
+        """The least budget, in bytes, that is not slow (`fxoffload.smallest_budget`); without `overlap`, that works at all."""
         return api.smallest_budget(self._present(), overlap=overlap)
 
     def refresh(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,22 @@ def synchronize(device: torch.device) -> None:
     """Wait for everything that was issued to the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def turn(lock: Path | None) -> Generator[None]:
+    """Alone among all who give the same file, on this host; None: at once.
+
+    Devices of one host share its memory and, for a part of the way, its links: what streams beside a step that is timed slows it.
+    """
+    if lock is None:
+        yield
+        return
+    import fcntl  # Not on Windows.
+
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:

@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class Task:
     warmup: int = 2
     folder: str = ""
     """Holds the reference's output, compile caches and logs."""
+    lock: str = ""
+    """A file; who gives the same one times steps in turn (`timing.turn`)."""
 
     @property
     def reference(self) -> Path:
@@ -77,6 +80,10 @@ class Task:
     @property
     def log(self) -> Path:
         return Path(self.folder) / "logs" / f"{self.workload}-{self.contender}-{self.repeat}.txt"
+
+    @property
+    def turns(self) -> Path | None:
+        return Path(self.lock) if self.lock else None
 
     def row(self, setting: Setting, **fields: Any) -> Row:
         """A row. Flags that were found for a budget are no part of the setting that it is about."""
@@ -139,6 +146,9 @@ def _measure_setting(task: Task, session: Session, setting: Setting, send: Send,
         try:
             row = _measure(task, session, chosen)
         except Exception:
+            with suppress(Exception):
+                # It may have been set up, and have to make room for the next setting.
+                session.undo()
             if not tried:
                 raise
             # What was measured before still counts.
@@ -146,7 +156,9 @@ def _measure_setting(task: Task, session: Session, setting: Setting, send: Send,
             break
         if not tried:
             row["first"] = is_first
-            if is_first and (bounds := session.bounds(row["step_ms"])) is not None:
+            with timing.turn(task.turns):
+                bounds = session.bounds(row["step_ms"]) if is_first else None
+            if bounds is not None:
                 send({"workload": task.workload, "batch": task.batch, "bounds": bounds})
         tried.append((chosen, row))
         session.undo()
@@ -172,15 +184,16 @@ def _measure(task: Task, session: Session, setting: Setting) -> Row:
     start = time.perf_counter()
     _, setup_s = timing.timed(lambda: session.apply(setting), device)
     _, first_call_s = timing.timed(session.call, device)
-    for _ in range(task.warmup + session.warmups):
+    with timing.turn(task.turns):
+        for _ in range(task.warmup + session.warmups):
+            session.call()
+        timing.synchronize(device)
+        before = timing.peaks(device)
+        timing.reset_peaks(device)
+        # The allocator takes what it needs anew, which is no part of a step.
         session.call()
-    timing.synchronize(device)
-    before = timing.peaks(device)
-    timing.reset_peaks(device)
-    # The allocator takes what it needs anew, which is no part of a step.
-    session.call()
-    steps, output = timing.time_steps(session.call, task.steps, device)
-    peaks = timing.peaks(device)
+        steps, output = timing.time_steps(session.call, task.steps, device)
+        peaks = timing.peaks(device)
     row = task.row(
         setting,
         status="ok",

@@ -64,7 +64,7 @@ def _smallest(landmarks: Landmarks) -> str:
     text = f"The smallest budget that works is {format_size(smallest.budget_nbytes)} ({show_ms(smallest.step_ms)} a step)"
     if overlap.budget_nbytes == smallest.budget_nbytes:
         return f"{text}."
-    return f"{text}; with every copy beside compute, {format_size(overlap.budget_nbytes)} ({show_ms(overlap.step_ms)})."
+    return f"{text}; with copies beside compute, {format_size(overlap.budget_nbytes)} ({show_ms(overlap.step_ms)})."
 
 
 def _free(landmarks: Landmarks) -> str:

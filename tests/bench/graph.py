@@ -19,22 +19,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from sweep import DEVICE, GIB
 
 import fxoffload
-from fxoffload import api
+from fxoffload import api, timing
 from fxoffload.binding import Binding
 from fxoffload.calibrate import machine_of
 from fxoffload.dispatch import Dispatch
 from fxoffload.edits import EditWatch
 from fxoffload.hardware import driver
 from fxoffload.workloads import WORKLOADS, find_workload, make_inputs, make_model, show, weight_nbytes
-from tests.bench.sweep import add_bounds
+from tests.bench.sweep import DEVICE, GIB, add_bounds, spread
 
 WARM = 3
 HOST = 5
@@ -45,7 +43,7 @@ def main() -> None:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--budgets", default="all,smallest,4GiB,8GiB", help="the first must be `all`")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--ready", type=Path, help="wait until this file is there, once all is compiled")
+    parser.add_argument("--lock", type=Path, help="runs on one host that give the same file time steps in turn")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -67,9 +65,8 @@ def main() -> None:
     }
     torch.cuda.empty_cache()
     bench = Bench(model, kwargs)
-    while args.ready is not None and not args.ready.exists():
-        time.sleep(0.2)
-    report |= bench.run(args.budgets.split(","), args.steps)
+    with timing.turn(args.lock):
+        report |= bench.run(args.budgets.split(","), args.steps)
     for row in report["rows"]:
         print(json.dumps(row), flush=True)
     print(json.dumps({k: v for k, v in report.items() if k != "rows"}), flush=True)
@@ -113,7 +110,7 @@ class Bench:
         fxoffload.set_memory_budget(self.model, named.get(budget, budget))
         return [self.row(budget, steps, on) for on in (False, True)]
 
-    def row(self, budget: str, steps: int, on: bool) -> dict[str, Any]:
+    def row(self, budget: str, count: int, on: bool) -> dict[str, Any]:
         self.capture(on)
         # The first forward under another budget begins with the arena of the last one.
         self.call()
@@ -123,7 +120,7 @@ class Bench:
         for _ in range(WARM):
             self.call()
         before = fxoffload.stats(self.model).replays
-        steps_ms = time_steps(self.call, steps)
+        steps, _ = timing.time_steps(self.call, count, DEVICE)
         out = self.call().cpu()
         if self.resident is None:
             self.resident = out
@@ -136,9 +133,7 @@ class Bench:
             "budget": budget,
             "cuda_graph": on,
             "budget_gib": plan.budget_nbytes / GIB,
-            "step_ms": statistics.median(steps_ms),
-            "step_min_ms": min(steps_ms),
-            "step_max_ms": max(steps_ms),
+            **spread(steps.times_ms),
             "host_ms": statistics.median(host_ms),
             "host_min_ms": min(host_ms),
             "host_unguarded_ms": statistics.median(unguarded_ms),
@@ -154,18 +149,6 @@ class Bench:
             "replays": stats.replays - before,
             "host_costs_us": host_costs(self.model, self.call),
         }
-
-
-def time_steps(call: Callable[[], torch.Tensor], steps: int) -> list[float]:
-    """Device time (ms) between the ends of forwards in a row."""
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
 def host_times(call: Callable[[], torch.Tensor]) -> list[float]:

@@ -10,7 +10,7 @@ Schemes are torchao's, on the linear layers of the blocks:
 Every row is the same compiled program under another plan. `equal_to_resident` compares its result bit for bit with the row of the
 same scheme in which everything is resident. `bound_ms` and `ratio` are those of `sweep`: the windowed bound with the segment
 times of a resident forward, scaled to the resident step, and the link as measured in this run. The resident step is measured
-before the other rows and after them. Budget `smallest` is the least with which copies overlap compute.
+before the other rows and after them. Budget `smallest` is the least that is not slow, by the plan.
 
 Weights are made and quantized on the device, then moved to the host: `quantize_s` is that of the quantization.
 """
@@ -23,6 +23,7 @@ import gc
 import statistics
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--compiler", default="inductor", help="what compiles segments")
+    parser.add_argument("--lock", type=Path, help="runs on one host that give the same file time steps in turn")
 
 
 def run(args: argparse.Namespace, command: str) -> RowFile:
@@ -90,7 +92,8 @@ def measure(rows: RowFile, scheme: str, workload: Workload, args: argparse.Names
     _, first_call_s = timing.timed(call, device)
     for _ in range(3):
         call()
-    costs = api.profile(model, call)
+    with timing.turn(args.lock):
+        costs = api.profile(model, call)
     (binding,) = api.bindings_of(model)
     rows.data["schemes"][scheme] = {
         "weights_gib": sum(bucket.nbytes for bucket in costs.buckets) / GIB,
@@ -105,8 +108,9 @@ def measure(rows: RowFile, scheme: str, workload: Workload, args: argparse.Names
     links: list[float] = []
     expected: torch.Tensor | None = None
     for budget in ("all", *args.budgets.split(","), "all"):
-        row, times, output = one_budget(model, budget, call, args, device)
-        links.append(link_gb_s(model) if device.type == "cuda" else machine_of(device).link_gb_s)
+        with timing.turn(args.lock):
+            row, times, output = one_budget(model, budget, call, args, device)
+            links.append(link_gb_s(model) if device.type == "cuda" else machine_of(device).link_gb_s)
         expected = output if expected is None else expected
         if budget == "all":
             resident.extend(times)

@@ -12,7 +12,7 @@ its clocks, so the resident step is measured at the start, in the middle and at 
 these steps. The link is the median over all rows: behind each, some GiB of weights are copied from where they lie, back to back.
 The file is written anew behind every row, so that a run that is cut short leaves what it has.
 
-Budget `smallest` is the least with which copies overlap compute, `least` the least that runs at all.
+Budget `smallest` is the least that is not slow, by the plan (`fxoffload.smallest_budget`), `least` the least that runs at all.
 
 `--baseline` also measures packing and pinning alone, and, behind the sweep, compares the resident program with per-block
 `torch.compile` of a second copy of the model and with a third copy whose blocks are not cut: rounds of a few steps each that
@@ -30,14 +30,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fxoffload
-from fxoffload import api
+from fxoffload import api, timing
 from fxoffload.calibrate import machine_of
 from fxoffload.cost import Costs
 from fxoffload.hardware import driver
@@ -56,24 +55,6 @@ PACKED_NBYTES = 112 << 20
 LINK_NBYTES = 4 << 30
 
 
-def time_steps(call: Callable[[], torch.Tensor], steps: int) -> tuple[list[float], float, torch.Tensor]:
-    """Steps (ms, device time between events), the host's time to issue one, and the last result."""
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in pairwise(events)]
-    # The host runs ahead until queues fill; an issue time is honest only from an idle device.
-    start = time.perf_counter()
-    result = call()
-    host_ms = (time.perf_counter() - start) * 1e3
-    torch.cuda.synchronize()
-    return times, host_ms, result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=WORKLOADS)
@@ -84,6 +65,7 @@ def main() -> None:
     parser.add_argument("--max-bucket-bytes", default="auto")
     parser.add_argument("--cuda-graph", action="store_true", help="replay forwards as one captured graph")
     parser.add_argument("--baseline", action="store_true", help="also packing alone, per-block torch.compile and whole blocks")
+    parser.add_argument("--lock", type=Path, help="runs on one host that give the same file time steps in turn")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--costs", type=Path, help="also write the costs that plans are made from, and those measured")
     args = parser.parse_args()
@@ -170,7 +152,8 @@ class Sweep:
             self.call()
         torch.cuda.synchronize()
         (self.binding,) = api.bindings_of(self.model)
-        self.measured = api.profile(self.model, self.call)
+        with timing.turn(self.args.lock):
+            self.measured = api.profile(self.model, self.call)
         self.compiled_before = compilations()
         budgets = self.args.budgets.split(",")
         middle = (len(budgets) + 1) // 2
@@ -222,10 +205,11 @@ class Sweep:
         except fxoffload.BudgetError as error:
             return {"budget": budget, "error": str(error)}
         plan_s = time.perf_counter() - start
-        self.settle()
-        times, host_ms, out = time_steps(self.call, self.args.steps)
-        reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-        self.links.append(link_gb_s(self.model))
+        with timing.turn(self.args.lock):
+            self.settle()
+            steps, out = timing.time_steps(self.call, self.args.steps, DEVICE)
+            reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+            self.links.append(link_gb_s(self.model))
         out = out.cpu()
         if self.resident is None:
             assert bool(torch.isfinite(out).all()), "outputs that are not numbers compare nothing"
@@ -234,9 +218,9 @@ class Sweep:
         return {
             "budget": budget,
             "budget_gib": plan.budget_nbytes / GIB,
-            **spread(times),
-            **({"steps_ms": times} if budget == "all" else {}),
-            "host_ms": host_ms,
+            **spread(steps.times_ms),
+            **({"steps_ms": steps.times_ms} if budget == "all" else {}),
+            "host_ms": steps.host_ms,
             "weight_nbytes": plan.budget_nbytes - plan.activation_nbytes,
             "predicted_ms": plan.step_ms,
             "reserved_gib": reserved / GIB,
@@ -266,7 +250,7 @@ class Sweep:
         compile_per_block(twin)
         theirs = calls["per_block"]().cpu()
         self.settle()
-        _, host_ms, _ = time_steps(calls["per_block"], 2)
+        host_ms = timing.time_steps(calls["per_block"], 2, DEVICE)[0].host_ms
         reserved_gib = (torch.cuda.max_memory_reserved() - before) / GIB
         options = {"memory_budget": "100GiB", "max_bucket_bytes": "100GiB"}
         whole: Any = torch.compile(self.copy(), backend=fxoffload.layerwise, fullgraph=True, options=options)
@@ -279,7 +263,7 @@ class Sweep:
             entry: dict[str, float] = {}
             for name, call in calls.items():
                 call()
-                entry[name] = statistics.median(time_steps(call, ROUND_STEPS)[0])
+                entry[name] = timing.time_steps(call, ROUND_STEPS, DEVICE)[0].median_ms
             rounds.append(entry)
         medians = {name: statistics.median(r[name] for r in rounds) for name in calls}
         return {

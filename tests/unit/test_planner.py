@@ -159,11 +159,13 @@ def least(costs: Costs, knobs: Knobs) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((4, 1, 3, 2), (4, 6)),
+        ((2,) * 8, (2, 4)),
         # The last and the first stream one behind the other, too.
-        ((3, 1, 0, 4), (4, 7)),
+        ((4, 1, 1, 1, 1, 3), (4, 9)),
         # So do those on both sides of a segment without weights.
-        ((3, 0, 4, 1, 1), (4, 7)),
+        ((3, 0, 4, 1, 1, 1), (4, 9)),
+        # Two neighbours fit into 6, but then half of the copies wait for compute.
+        ((4, 1, 3, 2), (4, 10)),
         ((5, 2), (5, 7)),
         ((0, 5, 0), (5, 5)),
         ((0, 0), (0, 0)),
