@@ -48,7 +48,6 @@ _EFFORT = 240_000
 """Buckets to price in each of the local searches, over all the sets of residents that it tries."""
 _MOST_TRIALS = 3000
 _COUNTS = 24
-_WIDER = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,9 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
 def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None, overlap: bool = False) -> int:
     """The least budget (bytes) for which `make_plan` finds a plan.
 
-    With `overlap`, the least found whose plan is not slow: the step is at most `NOT_SLOW` times the windowed bound, or the time of
-    its copies, or the step with everything resident (where `knobs` keep that from being the compute time). Any two segments' weights that stream
-    one behind the other (the last and the first, too) fit into it at least, so that a copy can run beside compute. Without
+    With `overlap`, the least found whose plan is not slow: the step is at most `NOT_SLOW` times the windowed bound, or the time
+    of its copies. It holds any two segments' weights that stream one behind the other (the last and the first, too), so that a
+    copy can run beside compute, and up to two more of the largest; where these do not bring it, none of them. Without
     asynchronous copies nothing overlaps, and it makes no difference.
     """
     activations = _activations(costs, activation_nbytes)
@@ -129,28 +128,19 @@ def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: 
 
 @functools.lru_cache(maxsize=32)
 def _smallest_with_overlap(costs: Costs, knobs: Knobs, activations: int) -> int:
-    """Plans are made from two neighbours on, half of the largest segment's weights apart at first."""
     problem = _problem(costs, knobs)
     residents = _must_stay(problem, knobs)
     most = max(problem.needed_nbytes(residents), default=0)
     reads = [{b for b, uses in enumerate(problem.uses) if i in uses and b not in residents} for i in range(problem.n)]
     streaming = [buckets for buckets in reads if buckets]
     two = max((problem.size(a | b) for a, b in pairwise([*streaming, *streaming[:1]])), default=most)
-    nbytes = activations + problem.size(residents) + two
-    everything = activations + problem.size(range(len(problem.nbytes)))
-    if nbytes >= everything:
-        return nbytes
-    best_ms = make_plan(costs, everything, knobs, activation_nbytes=activations).step_ms
+    least = activations + problem.size(residents) + two
     copy_ms = {bucket.name: bucket.copy_ms for bucket in costs.buckets}
-    apart = most / 2
-    while nbytes < everything:
-        plan = make_plan(costs, nbytes, knobs, activation_nbytes=activations)
-        copies_ms = sum(copy_ms[load.bucket] for load in plan.loads)
-        if plan.step_ms <= NOT_SLOW * max(plan.bound_ms, copies_ms, best_ms):
-            return nbytes
-        nbytes += align(int(apart))
-        apart *= _WIDER
-    return everything
+    for more in range(0, 2 * most + 1, max(align(most // 2), 1)):
+        plan = make_plan(costs, least + more, knobs, activation_nbytes=activations)
+        if plan.step_ms <= NOT_SLOW * max(plan.bound_ms, sum(copy_ms[load.bucket] for load in plan.loads)):
+            return least + more
+    return least
 
 
 def persistent_indices(n: int, persistent: int, bins: int) -> frozenset[int]:

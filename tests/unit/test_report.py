@@ -66,13 +66,13 @@ compute |[inp=      [0============[1============[2============[3============[4==
 Compute bounds most of the step, the link a part of it: copies take 0.0974 ms a step (424.00 KiB), computation 0.1012
   ms, yet it waits 0.0062 ms for copies, where weights are dense and there is too little room to copy them ahead.
 1 GiB more would save 0.0062 ms a step (6%), and hold every weight.
-The smallest budget that works is 113.5KiB (0.1935 ms a step); with every copy beside compute, 179KiB (0.1144 ms).
+The smallest budget that works is 113.5KiB (0.1935 ms a step); with copies beside compute, 212KiB (0.1012 ms).
 Streaming is free (within 1% of computation alone) from 212KiB on, 45% of the 472.00 KiB that hold everything.
 
 at a budget of         size        step ms  bound ms  x compute  streamed a step
 smallest that works    113.25 KiB   0.1935    0.1012       1.91  424.00 KiB
-smallest with overlap  178.50 KiB   0.1144    0.1012       1.13  424.00 KiB
 this plan              200.00 KiB   0.1074    0.1012       1.06  424.00 KiB
+smallest with overlap  211.25 KiB   0.1012    0.1012       1.00  391.50 KiB
 streaming is free      211.35 KiB   0.1012    0.1012       1.00  391.50 KiB
 everything stays       472.00 KiB   0.1012    0.1012       1.00  0 B
 1 GiB more             1.00 GiB     0.1012    0.1012       1.00  0 B""",
@@ -84,7 +84,7 @@ everything stays       472.00 KiB   0.1012    0.1012       1.00  0 B
             """\
 Compute bounds the step: every weight stays on the device, and a forward computes for 0.1012 ms.
 1 GiB more would buy nothing.
-The smallest budget that works is 113.5KiB (0.1935 ms a step); with every copy beside compute, 179KiB (0.1144 ms).
+The smallest budget that works is 113.5KiB (0.1935 ms a step); with copies beside compute, 212KiB (0.1012 ms).
 Streaming is free (within 1% of computation alone) from 212KiB on, 45% of the 472.00 KiB that hold everything.""",
         )
 
@@ -96,7 +96,7 @@ Streaming is free (within 1% of computation alone) from 212KiB on, 45% of the 47
             """\
 The link bounds the step: copies take 0.5745 ms a step (261.00 KiB), computation 0.1012 ms; it waits 0.5341 ms for copies.
 1 GiB more would save 0.5341 ms a step (84%), and hold every weight.
-The smallest budget that works is 113.5KiB (1.04 ms a step); with every copy beside compute, 179KiB (0.8857 ms).
+The smallest budget that works is 113.5KiB (1.04 ms a step); with copies beside compute, 179KiB (0.8857 ms).
 Streaming is never free (within 1% of computation alone) here: all weights have to stay, which takes 472KiB.""",
         )
 
