@@ -19,6 +19,7 @@ from fxoffload.attached import attachment_of, attachment_with, held
 from fxoffload.blocks import Blocks, find_blocks
 from fxoffload.buckets import pack_buckets
 from fxoffload.calibrate import machine_of
+from fxoffload.causal import drop_masks
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger, start_logging, switches
 from fxoffload.dispatch import Dispatch, place
@@ -110,6 +111,8 @@ def analyse(
     # Dynamo reads the placeholders of its graph again when it writes the call, so that graph is not ours to change.
     reason, gm = gm, fx.GraphModule(gm, copy_graph(gm.graph))
     watch = _Watch()
+    drop_masks(gm)
+    watch.lap("masks")
     placeholders = gm.graph.find_nodes(op="placeholder")
     reals = {n: t for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)}
     if root is None and reals:

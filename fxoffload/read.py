@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
+from fxoffload.causal import attention_arguments
 from fxoffload.errors import GradientError, WeightError
 from fxoffload.facts import Facts, NodeFacts, Weight
 from fxoffload.hostalias import is_weight, placeholder_source
@@ -43,7 +44,6 @@ from fxoffload.storages import plain_tensors, storage_of
 from fxoffload.wrappers import PARTS, is_wrapper
 
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
-_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _BATCH_NORM = (torch.nn.functional.batch_norm, torch.batch_norm)
 
 
@@ -123,16 +123,9 @@ class _Reader(fx.Interpreter):
         return value
 
 
-def _attention(node: fx.Node) -> dict[str, Any]:
-    """The arguments by name if the node is attention, else none."""
-    if node.target is not torch.nn.functional.scaled_dot_product_attention:
-        return {}
-    return {**dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)), **node.kwargs}
-
-
 def _is_causal(node: fx.Node) -> bool:
     """Whether the node is attention under the causal mask, of as many queries as keys."""
-    given = _attention(node)
+    given = attention_arguments(node)
     if given.get("is_causal") is not True:
         return False
     queries, keys = (_expr(given[name].meta["val"].shape[-2]) for name in ("query", "key"))
@@ -140,7 +133,7 @@ def _is_causal(node: fx.Node) -> bool:
 
 
 def _rate(node: fx.Node, dtype: str) -> str:
-    given = _attention(node)
+    given = attention_arguments(node)
     if not given:
         return dtype
     return dtype + (ATTENTION if given.get("attn_mask") is None else MASKED_ATTENTION)

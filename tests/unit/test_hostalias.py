@@ -246,7 +246,7 @@ PRIVATE = {
     "torch._guards": ["TracingContext"],
     "torch._inductor": ["list_mode_options"],
     "torch._inductor.compile_fx": ["compile_fx"],
-    "torch._subclasses.fake_tensor": ["FakeTensorMode"],
+    "torch._subclasses.fake_tensor": ["FakeTensorMode", "unset_fake_temporarily"],
     "torch._subclasses.meta_utils": ["MetaTensorDescriber"],
     "torch.utils._python_dispatch": ["TorchDispatchMode", "is_traceable_wrapper_subclass"],
     "torch.utils._pytree": ["tree_leaves"],
@@ -267,6 +267,7 @@ def test_private_members_of_torch_are_there() -> None:
     assert isinstance(torch.ones(1).untyped_storage()._cdata, int)
     assert isinstance(torch.ones(1)._version, int)
     assert hasattr(torch.ops.aten.add.Tensor, "_overloadpacket")
+    assert torch.ops.aten.add_.Tensor._schema.is_mutable
     assert hasattr(torch.Tensor, "_make_wrapper_subclass")
     assert hasattr(torch._C, "DisableTorchFunction")
     assert torch.Tensor.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl

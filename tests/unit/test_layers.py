@@ -33,7 +33,7 @@ LAYERS = [
         "hostmemory",
         "checkpoint",
     ],
-    ["memo", "read", "sink"],
+    ["causal", "memo", "read", "sink"],
     ["blocks"],
     ["buckets", "split"],
     ["cost"],
