@@ -153,6 +153,15 @@ class Follower(Planned):
         """Raise now what the first forward would raise for certain: BudgetError, ConfigError."""
         self.decide(max(self.engine.budget_nbytes(self.config), 0))
 
+    def take_over(self, former: Follower) -> None:
+        """Know what another follower learned with the same units, and plan again what it had planned."""
+        self._managed.take_over(former._managed)
+        self.order, self._known, self._looks, self._ms = former.order, former._known, former._looks, former._ms
+        self.activation_nbytes, self._warmup, self._timer = former.activation_nbytes, former._warmup, former._timer
+        self._price_anew()
+        if former.plan is not None:
+            self.replan()
+
     # -- a forward -------------------------------------------------------------------------------------------------
 
     def begin(self, inputs: Sequence[torch.Tensor], *, ordered: bool) -> None:
