@@ -33,7 +33,7 @@ LAYERS = [
         "hostmemory",
         "checkpoint",
     ],
-    ["memo", "read", "sink"],
+    ["memo", "fakes", "counts", "read", "sink"],
     ["blocks"],
     ["buckets", "split"],
     ["cost"],
