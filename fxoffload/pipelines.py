@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fxoffload.accepted import nearest
 from fxoffload.budget import Budget
 from fxoffload.components import (
     GROUP,
@@ -25,7 +26,7 @@ from fxoffload.components import (
     members_of,
     release_pipeline,
 )
-from fxoffload.config import OffloadConfig, nearest
+from fxoffload.config import OffloadConfig
 from fxoffload.engine import Stats, available_device
 from fxoffload.errors import BudgetError, ConfigError, OffloadWarning
 from fxoffload.handle import LayerwiseOffloadHandle, handle_of, offload_module

@@ -15,7 +15,7 @@ import pytest
 
 LAYERS = [
     ["errors", "sizes", "debug", "names", "forks", "ops", "sequence"],
-    ["config", "budget"],
+    ["accepted", "config", "budget"],
     ["facts", "machine"],
     ["wrappers"],
     [
