@@ -45,7 +45,7 @@ LAYERS = [
     ["layout", "regions"],
     ["packed"],
     ["pins", "store", "arena", "transfer", "profile", "warmup", "capture", "cuda"],
-    ["rows", "unwrap", "program", "resize", "lower"],
+    ["rows", "unwrap", "cut", "program", "resize", "lower"],
     [
         "slots",
         "staged",
@@ -59,6 +59,7 @@ LAYERS = [
         "managed",
         "look",
         "steps",
+        "unitcosts",
         "follow",
         "ways",
         "entries",
