@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -114,24 +116,30 @@ def set_memory_budget(model: Any, memory_budget: int | float | str | Budget) -> 
     >>> equal, stats(model).prefetches
     (True, 8)
     """
+    with changing_budget(model, memory_budget):
+        pass
+
+
+@contextmanager
+def changing_budget(model: Any, memory_budget: int | float | str | Budget) -> Generator[None]:
+    """In here a model has room in another budget, and takes it at the end. Where anything raises, it is as it was."""
     engine = engine_of(model)
     with engine.lock:
         if any(one.running for one in planned_of(model)):
             raise OffloadError(
                 f"set_memory_budget: a forward of {type(module_of(model)).__name__} is under way; call it before or after"
             )
-        before = engine.budget
         attachment = attachment_of(module_of(model))
         budget = OffloadConfig(memory_budget=memory_budget, onload_device=engine.device)  # type: ignore[arg-type]
+        undo = attachment.fit(budget) if attachment is not None else partial(setattr, engine, "budget", engine.budget)
         try:
-            if attachment is not None:
-                attachment.fit(budget)
             engine.budget = budget
             planned = planned_of(model)
             for one in planned:
                 one.decide(engine.budget_nbytes(one.config))
-        except Exception:
-            engine.budget = before
+            yield
+        except BaseException:
+            undo()
             raise
         for one in planned:
             one.replan()

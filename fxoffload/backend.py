@@ -16,11 +16,11 @@ import torch
 import torch.fx as fx
 
 from fxoffload.attached import attachment_of, attachment_with, held
-from fxoffload.blocks import Blocks, find_blocks
 from fxoffload.buckets import pack_buckets
 from fxoffload.calibrate import machine_of
 from fxoffload.causal import drop_masks
 from fxoffload.config import OffloadConfig
+from fxoffload.cut import Traced, cut_finely
 from fxoffload.debug import logger, start_logging, switches
 from fxoffload.dispatch import Dispatch, place
 from fxoffload.engine import available_device
@@ -34,12 +34,10 @@ from fxoffload.names import dotted_name
 from fxoffload.owner import calling_line, owner_of, running_roots, tensor_names
 from fxoffload.pack import pack_program
 from fxoffload.passes.base import copy_graph
-from fxoffload.price import SegmentPrice, price
 from fxoffload.program import Program, input_names
-from fxoffload.read import name_of, read_facts
-from fxoffload.rows import Source, split_rows
+from fxoffload.read import name_of
+from fxoffload.rows import Source
 from fxoffload.select import selected_weights
-from fxoffload.sink import sink_views
 from fxoffload.sizes import show_size
 from fxoffload.split import crossing_weights, split_graph
 from fxoffload.storages import nbytes_of
@@ -47,11 +45,6 @@ from fxoffload.units import declared_paths
 from fxoffload.unwrap import unwrap
 
 BACKEND = "layerwise"
-_LARGEST_BUCKET_NBYTES = 112 << 20
-_LEAST_BUCKET_NBYTES = 4 << 20
-_PIECES = 12
-_LEAST_FINER_NBYTES = 48 << 20
-_FINER_PIECES = 64
 _STAGES = ("config: ", "select: ", "units: ")
 """Their errors are for a user, of whatever type they are."""
 
@@ -128,24 +121,9 @@ def analyse(
     machine = machine or machine_of(onload)
     watch.lap("machine")
 
-    def cut(limit_nbytes: int) -> _Cut:
-        mine = fx.GraphModule(gm, copy_graph(gm.graph))
-        inputs, cuts = split_rows(mine, plain, limit_nbytes, is_weight)
-        sink_views(mine, {n for n, t in zip(mine.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
-        facts = read_facts(mine, inputs, onload, names, allow_meta=not runs)
-        watch.lap("facts")
-        blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=declared)
-        watch.lap("blocks")
-        prices = price(facts, blocks, machine)
-        watch.lap("price")
-        return _Cut(mine, [dataclasses.replace(places[c.position], rows=c.rows) for c in cuts], facts, blocks, prices)
-
-    limit_nbytes = _bucket_limit(config, nbytes_of(reals.values()))
-    found = cut(limit_nbytes)
-    finer_nbytes = _finer_limit(machine, found.prices)
-    if config.max_bucket_bytes == "auto" and finer_nbytes < limit_nbytes:
-        found = cut(finer_nbytes)
-    gm, facts, blocks, prices = found.gm, found.facts, found.blocks, found.prices
+    traced = Traced(gm, plain, places, names, declared, onload, machine, runs)
+    found = cut_finely(traced, config, nbytes_of(reals.values()), watch.lap)
+    gm, facts, blocks = found.gm, found.facts, found.blocks
     top = split_graph(gm, blocks)
     watch.lap("split")
     passed, weight_sources = _arguments(gm, facts, found.sources)
@@ -155,7 +133,7 @@ def analyse(
         facts=facts,
         blocks=blocks,
         buckets=pack_buckets(facts, blocks, alone=rows, keep=keep),
-        prices=prices,
+        prices=found.prices,
         machine=machine,
         top=top,
         config=config,
@@ -255,34 +233,6 @@ def _warm_inductor() -> None:
     from torch._inductor import async_compile
 
     async_compile.maybe_warm_pool()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Cut:
-    """The graph with its large weights cut by rows, where these come from, its blocks, and what they cost."""
-
-    gm: fx.GraphModule
-    sources: list[Source]
-    facts: Facts
-    blocks: Blocks
-    prices: tuple[SegmentPrice, ...]
-
-
-def _bucket_limit(config: OffloadConfig, total_nbytes: int) -> int:
-    """A twelfth of the weights, within 4 to 112 MiB: copies of some MiB already run at the speed of the link."""
-    if config.max_bucket_bytes != "auto":
-        return config.max_bucket_bytes
-    return max(_LEAST_BUCKET_NBYTES, min(_LARGEST_BUCKET_NBYTES, total_nbytes // _PIECES))
-
-
-def _finer_limit(machine: Machine, prices: Sequence[SegmentPrice]) -> int:
-    """A 64th of what the link brings while everything computes, but not below 48 MiB.
-
-    Two buckets of staging are bytes that cannot stay. Where copies take far longer than compute, as in the decoding of single
-    tokens, they are most of what separates a step from its bound, and more segments cost nothing that copies do not hide.
-    """
-    compute_ms = sum(p.cost.compute_ms for p in prices)
-    return max(_LEAST_FINER_NBYTES, int(machine.link_bytes_per_ms * compute_ms / _FINER_PIECES))
 
 
 def _declared(root: torch.nn.Module | None, part: str) -> set[str]:

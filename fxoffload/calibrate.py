@@ -20,6 +20,7 @@ from fxoffload.machine import ATTENTION, MASKED_ATTENTION, Machine
 
 _COPY_NBYTES = 128 << 20
 _COPIES = 32
+_LEAST_LATENCY_MS = 0.001
 _MATRIX = 4096
 _ATTENTION = (1, 16, 8192, 128)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,7 +49,7 @@ def cache_path(device: torch.device) -> Path:
     """`$XDG_CACHE_HOME/fxoffload/machine-<key>.json`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|3".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|4".encode()).hexdigest()[:16]
     return Path(root) / "fxoffload" / f"machine-{key}.json"
 
 
@@ -65,7 +66,8 @@ def measure(device: torch.device) -> Machine:
         # Libraries keep a workspace from their first kernel on. As a piece of a large block it would keep the block, too.
         small = torch.ones(16, 16, device=device, dtype=dtype)
         torch.matmul(small, small)
-    copy, latency, move = _copy_ms(device)
+    large, pieces, move = _copies_ms(device)
+    latency, bytes_ms = fit_copies(large, pieces)
     rates = {_name(dtype): _matrix_tflop_s(device, dtype) for dtype in _DTYPES}
     for dtype in _DTYPES:
         if dtype.itemsize == 2:
@@ -74,7 +76,7 @@ def measure(device: torch.device) -> Machine:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     machine = Machine(
         name=name,
-        link_gb_s=_COPY_NBYTES / (copy - latency) / 1e6,
+        link_gb_s=_COPY_NBYTES / bytes_ms / 1e6,
         copy_latency_ms=latency,
         memory_gb_s=2 * _COPY_NBYTES / move / 1e6,
         launch_ms=0.004,
@@ -85,10 +87,22 @@ def measure(device: torch.device) -> Machine:
     return machine
 
 
-def _copy_ms(device: torch.device) -> tuple[float, float, float]:
-    """Time of a large copy from pinned host memory, what each of several in a row takes besides, and of one on the device.
+def fit_copies(large_ms: float, pieces_ms: float) -> tuple[float, float]:
+    """What each copy takes besides its bytes, and what the bytes take, from one large copy and `_COPIES` pieces of it in a row:
 
-    A single copy that finds the device idle takes five times that longer, but in a forward they follow each other.
+        large = latency + bytes        pieces = _COPIES * latency + bytes
+
+    Times may be off: the latency is at least that of a call of the driver, and at most half of the large copy.
+    """
+    latency = (pieces_ms - large_ms) / (_COPIES - 1)
+    latency = min(max(latency, _LEAST_LATENCY_MS), large_ms / 2)
+    return latency, large_ms - latency
+
+
+def _copies_ms(device: torch.device) -> tuple[float, float, float]:
+    """Times of a large copy from pinned host memory, of its pieces one after the other, and of a large one on the device.
+
+    A single copy that finds the device idle takes five times the latency longer, but in a forward they follow each other.
     """
     host = torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
     there, other = (torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
@@ -99,8 +113,7 @@ def _copy_ms(device: torch.device) -> tuple[float, float, float]:
             to.copy_(from_, non_blocking=True)
 
     large = _ms(device, lambda: there.copy_(host, non_blocking=True))
-    latency = max((_ms(device, one_by_one) - large) / (_COPIES - 1), 0.0)
-    return large, latency, _ms(device, lambda: other.copy_(there))
+    return large, _ms(device, one_by_one), _ms(device, lambda: other.copy_(there))
 
 
 def _matrix_tflop_s(device: torch.device, dtype: torch.dtype) -> float:

@@ -6,11 +6,25 @@ the value and what is accepted. A field left on auto holds None (`"auto"` where 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from fxoffload.accepted import (
+    at_least,
+    bool_or_none,
+    device,
+    device_or_none,
+    function_or_none,
+    is_auto,
+    names_or_none,
+    nearest,
+    refused,
+    settings_or_none,
+    size_or_none,
+    true_or_false,
+    wrong_type,
+)
 from fxoffload.budget import Budget
 from fxoffload.errors import ConfigError
 from fxoffload.sizes import ACCEPTED_SIZES, MIB, parse_size
@@ -28,11 +42,11 @@ _NO_ASYNC_COPIES = frozenset({"mps", "meta"})
 
 
 def _cuda() -> torch.device:
-    return _device("onload_device", "cuda")
+    return device("onload_device", "cuda")
 
 
 def _cpu() -> torch.device:
-    return _device("offload_device", "cpu")
+    return device("offload_device", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +129,7 @@ class OffloadConfig:
         fxoffload.errors.ConfigError: config: options: unknown key 'memory_bugdet'; did you mean 'memory_budget'?
         """
         if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _wrong_type("options", options, "a dict of settings by name")
+            raise wrong_type("options", options, "a dict of settings by name")
         values = dict(options or {})
         known = [f.name for f in fields(cls)]
         for key in values:
@@ -155,15 +169,6 @@ def has_async_copies(config: OffloadConfig) -> bool:
     return config.offload_device.type == "cpu" and config.onload_device.type not in _NO_ASYNC_COPIES
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'a' or 'b'?` for an unknown name; all that is known where nothing is near."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    if close:
-        return f"did you mean {' or '.join(map(repr, close))}?"
-    return f"give one of {', '.join(map(repr, names))}"
-
-
 def _check_devices(config: OffloadConfig) -> None:
     onload, offload = config.onload_device, config.offload_device
     if config.async_transfer and not has_async_copies(config):
@@ -172,11 +177,11 @@ def _check_devices(config: OffloadConfig) -> None:
             "are not asynchronous; leave async_transfer out or pass False, or give an accelerator with streams and 'cpu'"
         )
     if offload.type != "cpu":
-        raise _refused("offload_device", str(offload), "'cpu'")
+        raise refused("offload_device", str(offload), "'cpu'")
     if onload.type != "cpu" and onload.type not in _ACCELERATORS and not _is_current_accelerator(onload):
-        raise _refused("onload_device", str(onload), "an accelerator such as 'cuda' or 'cuda:1', or 'cpu'")
+        raise refused("onload_device", str(onload), "an accelerator such as 'cuda' or 'cuda:1', or 'cpu'")
     if config.output_device is not None and config.output_device.type == "meta":
-        raise _refused("output_device", "meta", "a device that holds values, or None for the onload device")
+        raise refused("output_device", "meta", "a device that holds values, or None for the onload device")
 
 
 def _is_current_accelerator(device: torch.device) -> bool:
@@ -187,18 +192,6 @@ def _is_current_accelerator(device: torch.device) -> bool:
     return current is not None and current.type == device.type
 
 
-def _refused(name: str, value: object, accepted: str) -> ConfigError:
-    return ConfigError(f"config: {name}: {value!r} is not accepted; give {accepted}")
-
-
-def _wrong_type(name: str, value: object, accepted: str) -> TypeError:
-    return TypeError(f"config: {name}: {value!r} is of type {type(value).__name__}; give {accepted}")
-
-
-def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value.strip().lower() == "auto"
-
-
 def _budget(name: str, value: object) -> int | float | str | Budget:
     return value if isinstance(value, Budget) else check_budget(name, value)
 
@@ -206,115 +199,27 @@ def _budget(name: str, value: object) -> int | float | str | Budget:
 def check_budget(name: str, value: object) -> int | float | str:
     """The checked form of one budget: bytes, a fraction of the device, or `"auto"`."""
     accepted = f"'auto', a fraction of the device as a float with 0 < fraction <= 1, or {ACCEPTED_SIZES}"
-    if _is_auto(value):
+    if is_auto(value):
         return "auto"
     if isinstance(value, float):
         if not 0 < value <= 1:
-            raise _refused(name, value, accepted)
+            raise refused(name, value, accepted)
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise _wrong_type(name, value, accepted)
+        raise wrong_type(name, value, accepted)
     return parse_size(value, what=name)
 
 
 def _auto_or_size(name: str, value: object) -> int | str:
-    return "auto" if value is None or _is_auto(value) else parse_size(cast("str | int", value), what=name)
-
-
-def _size_or_none(name: str, value: object) -> int | None:
-    return None if value is None else parse_size(cast("str | int", value), what=name)
-
-
-def _names(name: str, value: object) -> tuple[str, ...] | None:
-    accepted = "dotted module names, as one string or as a list of strings"
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
-        raise _wrong_type(name, cast("object", value), accepted)
-    names = tuple(cast("Iterable[object]", value))
-    for item in names:
-        if not isinstance(item, str):
-            raise _wrong_type(name, item, accepted)
-    if not names:
-        raise ConfigError(
-            f"config: {name}: the list is empty; give at least one name, or leave it out to offload the whole model"
-        )
-    # A name given twice is one name.
-    return tuple(dict.fromkeys(cast("tuple[str, ...]", names)))
-
-
-def _filter(name: str, value: object) -> object:
-    if value is not None and not callable(value):
-        raise _wrong_type(name, value, "a function (name, module) -> bool")
-    return value
-
-
-def _device(name: str, value: object) -> torch.device:
-    # Imported here because the planner and the plan know this module, and neither may load torch.
-    import torch
-
-    accepted = "a torch.device, or its name such as 'cuda', 'cuda:1' or 'cpu'"
-    if isinstance(value, torch.device):
-        return value
-    if not isinstance(value, str):
-        raise _wrong_type(name, value, accepted)
-    try:
-        return torch.device(value)
-    except RuntimeError as error:
-        raise _refused(name, value, accepted) from error
-
-
-def _device_or_none(name: str, value: object) -> torch.device | None:
-    return None if value is None else _device(name, value)
-
-
-def _bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong_type(name, value, "True or False")
-    return value
-
-
-def _bool_or_none(name: str, value: object) -> bool | None:
-    return None if value is None else _bool(name, value)
-
-
-def _at_least(least: int, *, unset: int | None) -> Callable[[str, object], int | None]:
-    """A check for an int >= `least`; None and "auto" become `unset`."""
-
-    def check(name: str, value: object) -> int | None:
-        accepted = f"an int >= {least}, or leave it out"
-        if value is None or _is_auto(value):
-            return unset
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise _wrong_type(name, value, accepted)
-        if value < least:
-            raise _refused(name, value, accepted)
-        return value
-
-    return check
+    return "auto" if value is None or is_auto(value) else parse_size(cast("str | int", value), what=name)
 
 
 def _segment_compiler(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise _wrong_type(name, value, f"one of {', '.join(map(repr, SEGMENT_COMPILERS))}")
+        raise wrong_type(name, value, f"one of {', '.join(map(repr, SEGMENT_COMPILERS))}")
     if value not in SEGMENT_COMPILERS:
         raise ConfigError(f"config: {name}: {value!r} is not accepted; {nearest(value, SEGMENT_COMPILERS)}")
     return value
-
-
-def _inductor(name: str, value: object) -> dict[str, Any] | None:
-    accepted = "a dict of Inductor settings by name, such as {'max_autotune': True}"
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise _wrong_type(name, value, accepted)
-    patches = dict(cast("Mapping[object, object]", value))
-    for key in patches:
-        if not isinstance(key, str):
-            raise _wrong_type(name, key, accepted)
-    return cast("dict[str, Any]", patches)
 
 
 def _mode(name: str, value: object) -> str | None:
@@ -322,7 +227,7 @@ def _mode(name: str, value: object) -> str | None:
     if value is None or value == "default":
         return None
     if not isinstance(value, str):
-        raise _wrong_type(name, value, accepted)
+        raise wrong_type(name, value, accepted)
     if value not in MODES:
         raise ConfigError(f"config: {name}: {value!r} is not accepted; {nearest(value, MODES)}")
     return value
@@ -331,29 +236,29 @@ def _mode(name: str, value: object) -> str | None:
 def _cuda_graph(name: str, value: object) -> bool | str:
     if isinstance(value, bool) or value == "strict":
         return cast("bool | str", value)
-    raise (_refused if isinstance(value, str) else _wrong_type)(name, value, "True, False or 'strict'")
+    raise (refused if isinstance(value, str) else wrong_type)(name, value, "True, False or 'strict'")
 
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
     "memory_budget": _budget,
-    "module_names": _names,
-    "module_filter": _filter,
-    "onload_device": _device,
-    "offload_device": _device,
-    "output_device": _device_or_none,
-    "async_transfer": _bool_or_none,
-    "transfer_buckets": _at_least(1, unset=None),
-    "persistent_buckets": _at_least(0, unset=None),
-    "persistent_bins": _at_least(1, unset=None),
-    "prefetch_limit": _bool,
-    "max_copy_streams": _at_least(1, unset=1),
-    "max_inflight_prefetch_bytes": _size_or_none,
-    "non_blocking": _bool,
-    "eager_offload": _bool,
+    "module_names": names_or_none,
+    "module_filter": function_or_none,
+    "onload_device": device,
+    "offload_device": device,
+    "output_device": device_or_none,
+    "async_transfer": bool_or_none,
+    "transfer_buckets": at_least(1, unset=None),
+    "persistent_buckets": at_least(0, unset=None),
+    "persistent_bins": at_least(1, unset=None),
+    "prefetch_limit": true_or_false,
+    "max_copy_streams": at_least(1, unset=1),
+    "max_inflight_prefetch_bytes": size_or_none,
+    "non_blocking": true_or_false,
+    "eager_offload": true_or_false,
     "segment_compiler": _segment_compiler,
-    "inductor": _inductor,
+    "inductor": settings_or_none,
     "max_bucket_bytes": _auto_or_size,
-    "profile": _bool,
+    "profile": true_or_false,
     "mode": _mode,
     "cuda_graph": _cuda_graph,
 }

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxoffload import peers, sessions
-from fxoffload.config import nearest
+from fxoffload.accepted import nearest
 from fxoffload.errors import ConfigError
 from fxoffload.sessions import Session, Setting
 

@@ -103,12 +103,12 @@ class Attachment:
         if root is not None and device is not None:
             root.to(device)
 
-    def fit(self, budget: OffloadConfig) -> None:
+    def fit(self, budget: OffloadConfig) -> Callable[[], None]:
         """Take another budget, and split units anew where those at hand do not fit it.
 
-        Raises BudgetError, and leaves all as it was, where smaller ones do not fit either.
+        Returns what takes it back. Raises BudgetError, and leaves all as it was, where smaller ones do not fit either.
         """
-        self._ways.fit(budget, runs=self._running is not None)
+        return self._ways.fit(budget, runs=self._running is not None)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

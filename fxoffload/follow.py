@@ -15,7 +15,6 @@ resident from then on. Where each tensor is meanwhile is what `managed` knows.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from fxoffload.config import OffloadConfig
-from fxoffload.cost import BucketCost, Costs, SegmentCost
+from fxoffload.cost import Costs
 from fxoffload.edits import elements
 from fxoffload.engine import Engine
 from fxoffload.errors import BudgetError
@@ -37,6 +36,7 @@ from fxoffload.profile import SegmentTimer
 from fxoffload.sequence import find_next, merge
 from fxoffload.steps import Step, Steps
 from fxoffload.transfer import Slot
+from fxoffload.unitcosts import price_units
 from fxoffload.units import Units
 from fxoffload.warmup import Warmup
 
@@ -116,26 +116,7 @@ class Follower(Planned):
     # -- plan ------------------------------------------------------------------------------------------------------
 
     def _price(self) -> Costs:
-        """A segment for every unit of the order. Times are measured ones, or what reading the weights once takes."""
-        managed = self._managed
-        names = _numbered([self._names[unit] for unit in self.order]) or ["forward"]
-        nbytes: dict[str, int] = {}
-        uses: dict[str, set[int]] = {}
-        segments: list[SegmentCost] = []
-        for i, name in enumerate(names):
-            weights = managed.weights(managed.units[self.order[i]]) if self.order else []
-            for weight in weights:
-                nbytes[weight.bucket.name] = weight.bucket.nbytes
-                uses.setdefault(weight.bucket.name, set()).add(i)
-            read_ms = float(self._machine.compute_ms(0, sum(w.nbytes for w in weights), ""))
-            segments.append(SegmentCost(name, self._ms.get(name, read_ms), 0))
-        kept = {w.bucket.name: w.bucket.nbytes for w in managed.weights(managed.rest)}
-        buckets = [
-            BucketCost(name, size, self._machine.copy_ms(size), tuple(sorted(uses.get(name, {0}))), name in kept)
-            for name, size in (nbytes | kept).items()
-        ]
-        buckets.sort(key=lambda b: (b.uses, b.name))
-        return Costs(tuple(segments), tuple(buckets), self._machine.link_bytes_per_ms)
+        return price_units(self._names, self.order, self._managed, self._machine, self._ms)
 
     def _price_anew(self) -> None:
         self.costs = self._price()
@@ -152,6 +133,15 @@ class Follower(Planned):
     def decide_early(self) -> None:
         """Raise now what the first forward would raise for certain: BudgetError, ConfigError."""
         self.decide(max(self.engine.budget_nbytes(self.config), 0))
+
+    def take_over(self, former: Follower) -> None:
+        """Know what another follower learned with the same units, and plan again what it had planned."""
+        self._managed.take_over(former._managed)
+        self.order, self._known, self._looks, self._ms = former.order, former._known, former._looks, former._ms
+        self.activation_nbytes, self._warmup, self._timer = former.activation_nbytes, former._warmup, former._timer
+        self._price_anew()
+        if former.plan is not None:
+            self.replan()
 
     # -- a forward -------------------------------------------------------------------------------------------------
 
@@ -341,13 +331,3 @@ class Follower(Planned):
         """Bring tensors that were written to the host; they are resident from the next forward on."""
         for packed in self._managed.write_back(views, versions):
             self._keep(packed)
-
-
-def _numbered(names: Sequence[str]) -> list[str]:
-    """`a`, `b`, `a@2`: every further call of a unit with its number."""
-    seen: Counter[str] = Counter()
-    numbered: list[str] = []
-    for name in names:
-        seen[name] += 1
-        numbered.append(name if seen[name] == 1 else f"{name}@{seen[name]}")
-    return numbered

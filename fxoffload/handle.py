@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,10 @@ class LayerwiseOffloadHandle(api.Handle):
     def set_memory_budget(self, memory_budget: int | float | str | Budget) -> None:
         """Another budget, from the next forward on. Raises BudgetError, and changes nothing, where the model does not fit."""
         api.set_memory_budget(self._present(), memory_budget)
+
+    def changing_budget(self, memory_budget: Budget) -> AbstractContextManager[None]:
+        """`set_memory_budget` at the end of a `with` block, where nothing in it raises."""
+        return api.changing_budget(self._present(), memory_budget)
 
     def smallest_budget(self, *, overlap: bool = True) -> int:
         """The least budget, in bytes, that is not slow (`fxoffload.smallest_budget`); without `overlap`, that works at all."""

@@ -130,6 +130,14 @@ class Managed:
         self.rest.append(packed)
         return True
 
+    def take_over(self, former: Managed) -> None:
+        """Know of the tensors what another one learned, which has the same units."""
+        for mine, other in zip(self.packed, former.packed, strict=True):
+            if any(other is kept for kept in former.rest):
+                self.keep(mine)
+            if id(other) in former._unseen:
+                self._unseen.add(id(mine))
+
     # -- while a forward runs --------------------------------------------------------------------------------------
 
     def begin(self, wrappers: list[torch.Tensor]) -> None:

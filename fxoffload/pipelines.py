@@ -9,12 +9,13 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from fxoffload.accepted import nearest
 from fxoffload.budget import Budget
 from fxoffload.components import (
     GROUP,
@@ -25,7 +26,7 @@ from fxoffload.components import (
     members_of,
     release_pipeline,
 )
-from fxoffload.config import OffloadConfig, nearest
+from fxoffload.config import OffloadConfig
 from fxoffload.engine import Stats, available_device
 from fxoffload.errors import BudgetError, ConfigError, OffloadWarning
 from fxoffload.handle import LayerwiseOffloadHandle, handle_of, offload_module
@@ -111,13 +112,8 @@ class LayerwiseOffloadHandleGroup:
     def set_memory_budget(self, memory_budget: int | float | str | Budget) -> None:
         """Another budget for all components together. Raises BudgetError, and changes nothing, where one does not fit."""
         shared = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
-        before = {name: self[name].memory_budget for name in self.root_names}
-        try:
-            _for_all(self.root_names, lambda name: self[name].set_memory_budget(shared))
-        except BaseException:
-            for name, budget in before.items():
-                self[name].set_memory_budget(budget)
-            raise
+        with ExitStack() as changes:
+            _for_all(self.root_names, lambda name: changes.enter_context(self[name].changing_budget(shared)))
 
     def remove(self, device: torch.device | str | None = None) -> None:
         """Remove the offloading of every component, as `LayerwiseOffloadHandle.remove` does.
@@ -243,7 +239,7 @@ def _attach(models: Mapping[str, tuple[Module, OffloadConfig]]) -> dict[str, Lay
     return handles
 
 
-def _for_all(names: Iterable[str], act: Callable[[str], None]) -> None:
+def _for_all(names: Iterable[str], act: Callable[[str], object]) -> None:
     """Do something with every component, also when some do not fit: the budget that the error names then works for all."""
     errors: dict[str, BudgetError] = {}
     for name in names:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from fxoffload.config import OffloadConfig, nearest
+from fxoffload.accepted import nearest
+from fxoffload.config import OffloadConfig
 from fxoffload.errors import ConfigError
 from fxoffload.wrappers import own_parts
 

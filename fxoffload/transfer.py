@@ -7,9 +7,11 @@ call blocks the host.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -146,6 +148,16 @@ class StreamTransfer:
         self._forked = True
 
 
+_transfers: weakref.WeakSet[ThreadTransfer] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that is still within a copy when the interpreter has gone would abort the process."""
+    for transfer in list(_transfers):
+        transfer.at_exit()
+
+
 class ThreadTransfer:
     """The CPU as a device: copies on a background thread, in order; compute runs on the calling thread.
 
@@ -160,6 +172,7 @@ class ThreadTransfer:
         self._jobs: queue.SimpleQueue[Slot | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
+        _transfers.add(self)
 
     def slot(self, host: torch.Tensor, device: torch.Tensor, load: str = "") -> Slot:
         return Slot(host, device, load, ready=threading.Event())
@@ -199,8 +212,15 @@ class ThreadTransfer:
     def close(self) -> None:
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            # The garbage collector may find an engine while the thread itself runs.
+            if self._thread is not threading.current_thread():
+                self._thread.join()
             self._thread = None
+
+    def at_exit(self) -> None:
+        """Finish what was issued. Whoever runs a model behind this copies without a thread."""
+        self.close()
+        self._overlap = False
 
     def after_fork(self) -> None:
         self._jobs = queue.SimpleQueue()

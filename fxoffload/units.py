@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import torch
 
-from fxoffload.config import OffloadConfig, nearest
+from fxoffload.accepted import nearest
+from fxoffload.config import OffloadConfig
 from fxoffload.select import chosen_modules, nbytes_below, own_tensors, tensors_below
 from fxoffload.sizes import MIB
 

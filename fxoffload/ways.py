@@ -83,32 +83,41 @@ class Ways:
         engine.planned = [*(p for p in engine.planned if not p.is_stale()), found]
         return found
 
-    def fit(self, budget: OffloadConfig, *, runs: bool) -> None:
+    def fit(self, budget: OffloadConfig, *, runs: bool) -> Callable[[], None]:
         """Take another budget, and split units anew where those at hand do not fit it, unless one `runs`.
 
-        Raises BudgetError, and leaves all as it was, where smaller ones do not fit either.
+        Returns what takes it back. Raises BudgetError, and leaves all as it was, where smaller ones do not fit either.
         """
         engine, former, before = self._engine, self.units, self._engine.budget
+        followers = dict(self._followers)
+
+        def undo() -> None:
+            engine.budget = before
+            if self.units is not former:
+                self._go_back(former, followers)
+
         engine.budget = budget
         try:
+            units = self._fitting(runs=runs)
+            if units is not former:
+                self._activations.update({entry: follower.activation_nbytes for entry, follower in followers.items()})
+                self._repack(units)
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def _fitting(self, *, runs: bool) -> Units:
+        """The units at hand where they fit the engine's budget, else smaller ones. Raises BudgetError where there are none."""
+        try:
             for follower in self._followers.values():
-                follower.decide(engine.budget_nbytes(self._config))
-            units = former if self._followers else self._find()
+                follower.decide(self._engine.budget_nbytes(self._config))
+            return self.units if self._followers else self._find()
         except BudgetError:
             units = self._find()
-            if runs or units.are_same(former):
-                engine.budget = before
+            if runs or units.are_same(self.units):
                 raise
-        if units is former:
-            return
-        self._activations.update({entry: follower.activation_nbytes for entry, follower in self._followers.items()})
-        try:
-            self._repack(units)
-        except BudgetError:
-            engine.budget = before
-            with suppress(BudgetError):
-                self._repack(former)
-            raise
+            return units
 
     def _find(self) -> Units:
         if self._given is not None:
@@ -149,6 +158,14 @@ class Ways:
         self._take(units)
         self._engine.store.unpack([tensor for _, tensor in all_tensors(units)], coarse=True)
         self._begin()
+
+    def _go_back(self, units: Units, followers: Mapping[str, Follower]) -> None:
+        """The units of before, and all that these followers learned with them."""
+        # A model whose budget is too small for what was measured says so at its next call, as it would have.
+        with suppress(BudgetError):
+            self._repack(units)
+            for entry, former in followers.items():
+                self.follower(entry).take_over(former)
 
 
 def _structure(root: torch.nn.Module) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:

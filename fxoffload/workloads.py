@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fxoffload.config import nearest
+from fxoffload.accepted import nearest
 from fxoffload.errors import ConfigError
 from fxoffload.metamodel import set_dtype
 from fxoffload.shapes import example_inputs

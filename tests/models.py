@@ -51,6 +51,62 @@ class Reversed(Toy):
         return self.out(x)
 
 
+class Counting(nn.Module):
+    """Every block counts its calls, and remembers its last input, of `rows` rows."""
+
+    def __init__(self, n: int = 5, d: int = 16, rows: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Counting(d, rows) for _ in range(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Counting(nn.Module):
+    n: torch.Tensor
+    last: torch.Tensor
+
+    def __init__(self, d: int, rows: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(d, d)
+        self.register_buffer("n", torch.zeros((), dtype=torch.long))
+        self.register_buffer("last", torch.zeros(rows, d), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        x = x + self.proj(x).tanh() * self.n + self.last * 0.1
+        self.last.copy_(x)
+        return x
+
+
+@torch.library.custom_op("fxoffload_tests::perhaps", mutates_args=())
+def _perhaps(x: torch.Tensor, k: int) -> torch.Tensor:
+    if k in failing:
+        raise failing[k]
+    return x.clone()
+
+
+@_perhaps.register_fake
+def _(x: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+failing: dict[int, BaseException] = {}
+"""What raises before the blocks of `Failing`, by their numbers."""
+
+
+class Failing(Toy):
+    """Raises before a block when the test says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for k, block in enumerate(self.blocks):
+            x = block(_perhaps(x, k))
+        return self.out(x)
+
+
 class Towers(nn.Module):
     """Two containers in a container, and one block that is called after each."""
 

@@ -14,7 +14,7 @@ from torch import nn
 import fxoffload
 from fxoffload import ConfigError, GradientError, OffloadWarning, api, backend
 from tests.checks import assert_streams, halve, offload, resident
-from tests.models import Block, Toy, rows, toy
+from tests.models import Block, Failing, Toy, failing, rows, toy
 
 
 class Broken(Toy):
@@ -202,31 +202,6 @@ def test_a_model_made_in_inference_mode() -> None:
     assert_streams(model)
 
 
-@torch.library.custom_op("fxoffload_tests::perhaps", mutates_args=())
-def _perhaps(x: torch.Tensor, k: int) -> torch.Tensor:
-    if k in _failing:
-        raise _failing[k]
-    return x.clone()
-
-
-@_perhaps.register_fake
-def _(x: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-_failing: dict[int, BaseException] = {}
-
-
-class Failing(Toy):
-    """Block `k` raises when the test says so."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for k, block in enumerate(self.blocks):
-            x = block(_perhaps(x, k))
-        return self.out(x)
-
-
 @pytest.mark.parametrize("error", [ValueError("now"), KeyboardInterrupt()])
 def test_the_call_after_an_exception_in_any_block_is_right(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -238,10 +213,10 @@ def test_the_call_after_an_exception_in_any_block_is_right(error: BaseException,
         compiled(rows(0)), compiled(rows(0))
         arena = fxoffload.stats(model).nbytes_arena
         for k in range(6):
-            monkeypatch.setitem(_failing, k, error)
+            monkeypatch.setitem(failing, k, error)
             with pytest.raises(type(error)):
                 compiled(rows(k))
-            monkeypatch.delitem(_failing, k)
+            monkeypatch.delitem(failing, k)
             for again in range(3):
                 assert torch.equal(compiled(rows((k + again) % 6)), expected[(k + again) % 6])
             assert_streams(model)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxoffload
-from fxoffload import api, backend, lower
+from fxoffload import api, backend, cut, lower
 from fxoffload.blocks import find_blocks
 from fxoffload.machine import Machine
 from tests.checks import assert_streams, budgets, delay_copies, halve, offload
@@ -313,9 +313,9 @@ def test_where_copies_take_far_longer_than_compute_pieces_are_finer(
         return find_blocks(*args, max_segment_nbytes=max_segment_nbytes, **options)
 
     monkeypatch.setattr(backend, "machine_of", lambda _: machine)
-    monkeypatch.setattr(backend, "find_blocks", find)
-    monkeypatch.setattr(backend, "_LEAST_BUCKET_NBYTES", 1 << 20)
-    monkeypatch.setattr(backend, "_LEAST_FINER_NBYTES", 128 << 10)
+    monkeypatch.setattr(cut, "find_blocks", find)
+    monkeypatch.setattr(cut, "_LEAST_BUCKET_NBYTES", 1 << 20)
+    monkeypatch.setattr(cut, "_LEAST_FINER_NBYTES", 128 << 10)
     model, plain = (seeded(Counting) for _ in range(2))
     compiled = offload(model, **settings)
     for _ in range(3):

@@ -16,7 +16,7 @@ from fxoffload import api
 from fxoffload.graph import MOST
 from tests.capturing import capturer_of, captures
 from tests.checks import assert_streams, budgets, offload
-from tests.models import Toy, rows, seeded, toy
+from tests.models import Counting, Failing, failing, rows, seeded, toy
 
 __all__ = ["captures"]
 pytestmark = pytest.mark.usefixtures("captures")
@@ -121,29 +121,6 @@ def test_a_captured_graph_goes_with_its_plan() -> None:
     assert second.alive
 
 
-class Failing(Toy):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(torch.ops.fxoffload_graph_tests.perhaps(x))
-        return self.out(x)
-
-
-_failing: list[Exception] = []
-
-
-@torch.library.custom_op("fxoffload_graph_tests::perhaps", mutates_args=())
-def _perhaps(x: torch.Tensor) -> torch.Tensor:
-    if _failing:
-        raise _failing[-1]
-    return x.clone()
-
-
-@_perhaps.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
 @torch.no_grad()
 def test_an_exception_in_a_replay_and_in_a_capture() -> None:
     model = seeded(lambda: Failing(5))
@@ -153,10 +130,10 @@ def test_an_exception_in_a_replay_and_in_a_capture() -> None:
     for calls in range(1, 4):
         for _ in range(calls):
             assert torch.equal(compiled(rows(0)), expected)
-        _failing.append(ValueError("now"))
+        failing[0] = ValueError("now")
         with pytest.raises(ValueError, match="now"):
             compiled(rows(0))
-        _failing.clear()
+        failing.clear()
     for _ in range(3):
         assert torch.equal(compiled(rows(0)), expected)
     assert_streams(model)
@@ -193,30 +170,6 @@ def test_other_shapes_get_captures_of_their_own_up_to_a_number() -> None:
     assert len(capturer_of(model).graphs) == MOST
     assert replays(model) == 2 * MOST
     assert len(api.bindings_of(model)) == 1
-
-
-class Counting(nn.Module):
-    """Every block counts its calls, in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Counting() for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class _Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(16, 16)
-        self.register_buffer("n", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n += 1
-        return x + self.proj(x).tanh() * self.n
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,24 @@ def resident(model: nn.Module, calls: int, **options: Any) -> list[torch.Tensor]
     other = copy.deepcopy(model)
     compiled = offload(other, **options)
     return results(compiled, calls)
+
+
+def peak_in(budget_nbytes: int, compile_: Callable[..., Any]) -> tuple[Toy, int]:
+    """A model of about 300 MiB that has settled in this budget, with inputs in turn, and the most that was reserved for it."""
+    d = 1024
+    model = toy(36, d)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    compiled = compile_(model, memory_budget=budget_nbytes)
+    inputs = [given(k, d=d, n=512) for k in range(2)]
+    for _ in range(SETTLED):
+        for x in inputs:
+            compiled(x)
+    torch.cuda.synchronize()
+    return model, torch.cuda.max_memory_reserved(DEVICE) - before
 
 
 def capturer_of(model: Any) -> CudaCapturer:

@@ -33,7 +33,7 @@ from tests.gpu.helpers import (
     toy,
     use_budget,
 )
-from tests.models import Toy, seeded
+from tests.models import Counting, Failing, failing, seeded
 
 pytestmark = ON_GPU
 
@@ -186,36 +186,9 @@ def test_calls_from_a_side_stream_and_from_the_default_one(ordered: bool) -> Non
     assert_streams(model)
 
 
-class Counting(nn.Module):
-    """Every block counts its calls and remembers its last input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Counting() for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class _Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(D, D)
-        self.register_buffer("n", torch.zeros((), dtype=torch.long))
-        self.register_buffer("last", torch.zeros(8, D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n += 1
-        x = x + self.proj(x).tanh() * self.n + self.last * 0.1
-        self.last.copy_(x)
-        return x
-
-
 @torch.no_grad()
 def test_buffers_that_the_model_writes_are_written_back() -> None:
-    model = seeded(Counting)
+    model = seeded(lambda: Counting(d=D, rows=8))
     reference = copy.deepcopy(model).to(DEVICE)
     compiled = offload(model)
     for k in range(SETTLED + 6):
@@ -229,29 +202,6 @@ def test_buffers_that_the_model_writes_are_written_back() -> None:
     assert_streams(model)
 
 
-@torch.library.custom_op("fxoffload_gpu_tests::perhaps", mutates_args=())
-def _perhaps(x: torch.Tensor, k: int) -> torch.Tensor:
-    if k in _failing:
-        raise ValueError("now")
-    return x.clone()
-
-
-@_perhaps.register_fake
-def _(x: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-_failing: set[int] = set()
-
-
-class Failing(Toy):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for k, block in enumerate(self.blocks):
-            x = block(_perhaps(x, k))
-        return self.out(x)
-
-
 @torch.no_grad()
 def test_the_call_after_an_exception_is_right() -> None:
     model = seeded(lambda: Failing(6, D).bfloat16())
@@ -261,13 +211,13 @@ def test_the_call_after_an_exception_is_right() -> None:
     settle(compiled, given(0))
     allocated = torch.cuda.memory_allocated(DEVICE)
     for k in range(6):
-        _failing.add(k)
+        failing[k] = ValueError("now")
         late_compute(model)
         try:
             with pytest.raises(ValueError, match="now"):
                 compiled(given(0))
         finally:
-            _failing.clear()
+            failing.clear()
         for again, wanted in enumerate(expected):
             late_copies(model)
             assert torch.equal(compiled(given(again)), wanted), (k, again)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fxoffload
 from tests.checks import assert_streams
@@ -30,7 +29,7 @@ from tests.gpu.helpers import (
     toy,
     use_budget,
 )
-from tests.models import Toy, seeded
+from tests.models import Counting, Toy, seeded
 
 pytestmark = ON_GPU
 LABELS = ("smallest", "quarter", "half", "almost all")
@@ -243,31 +242,9 @@ def test_two_models_with_graphs() -> None:
     assert len({id(capturer_of(model)) for model in models}) == 2
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Counting() for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class _Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(D, D)
-        self.register_buffer("n", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n += 1
-        return x + self.proj(x).tanh() * self.n
-
-
 @torch.no_grad()
 def test_buffers_that_the_model_writes_are_written_back() -> None:
-    model = seeded(Counting)
+    model = seeded(lambda: Counting(d=D, rows=8))
     reference = copy.deepcopy(model).to(DEVICE)
     compiled = graphed(model)
     for k in range(2 * SETTLED):

@@ -28,6 +28,7 @@ from tests.gpu.helpers import (
     graphed,
     late_compute,
     late_copies,
+    peak_in,
     resident,
     settle,
     toy,
@@ -177,20 +178,8 @@ def test_slots_stay_where_they_are_and_nothing_is_allocated() -> None:
 @torch.no_grad()
 def test_the_peak_stays_under_the_budget(mebibytes: int) -> None:
     budget = mebibytes << 20
-    d = 1024
-    model = seeded(lambda: Toy(36, d).bfloat16())
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(DEVICE)
-    torch.cuda.reset_peak_memory_stats(DEVICE)
-    compiled = graphed(model, memory_budget=budget)
-    inputs = [given(k, d=d, n=512) for k in range(2)]
-    for _ in range(SETTLED):
-        for x in inputs:
-            compiled(x)
-    torch.cuda.synchronize()
-    plan, peak = fxoffload.get_plan(model), torch.cuda.max_memory_reserved(DEVICE) - before
+    model, peak = peak_in(budget, graphed)
+    plan = fxoffload.get_plan(model)
     assert plan.peak_nbytes <= budget
     assert peak <= budget, f"{peak >> 20} MiB of {mebibytes}"
     assert capturer_of(model).nbytes > 0

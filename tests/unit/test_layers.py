@@ -15,7 +15,7 @@ import pytest
 
 LAYERS = [
     ["errors", "sizes", "debug", "names", "forks", "ops", "sequence"],
-    ["config", "budget"],
+    ["accepted", "config", "budget"],
     ["facts", "machine"],
     ["wrappers"],
     [
@@ -33,7 +33,7 @@ LAYERS = [
         "hostmemory",
         "checkpoint",
     ],
-    ["causal", "memo", "read", "sink"],
+    ["causal", "memo", "fakes", "counts", "read", "sink"],
     ["blocks"],
     ["buckets", "split"],
     ["cost"],
@@ -45,7 +45,7 @@ LAYERS = [
     ["layout", "regions"],
     ["packed"],
     ["pins", "store", "arena", "transfer", "profile", "warmup", "capture", "cuda"],
-    ["rows", "unwrap", "program", "resize", "lower"],
+    ["rows", "unwrap", "cut", "program", "resize", "lower"],
     [
         "slots",
         "staged",
@@ -59,6 +59,7 @@ LAYERS = [
         "managed",
         "look",
         "steps",
+        "unitcosts",
         "follow",
         "ways",
         "entries",

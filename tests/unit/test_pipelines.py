@@ -12,8 +12,8 @@ from torch import nn
 import fxoffload
 from fxoffload import Budget, BudgetError, ConfigError, LayerwiseOffloadHandleGroup, OffloadError, OffloadWarning
 from fxoffload.components import find_components
-from tests.models import Toy, seeded, toy
-from tests.unit.handles import BLOCK, BUDGET, REST
+from tests.models import Reversed, Toy, seeded, toy
+from tests.unit.handles import BLOCK, BUDGET, REST, assert_equal
 from tests.unit.toy_pipelines import Placed, Plain, hooked, offload
 
 # -- components --------------------------------------------------------------------------------------------------------
@@ -248,6 +248,29 @@ def test_another_budget_for_all() -> None:
     assert {handle.memory_budget_nbytes for handle in group} == {1 << 20}
     group.set_memory_budget(least)
     assert torch.equal(pipeline(), wanted)
+
+
+def test_where_one_component_refuses_a_budget_the_others_are_as_they_were() -> None:
+    pipeline = Plain()
+    pipeline.transformer, pipeline.vae = seeded(lambda: Toy(6, 32)), seeded(lambda: Reversed(4))
+    parts = {pipeline.text_encoder: 16, pipeline.transformer: 32, pipeline.vae: 16}
+
+    def results() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [part(torch.ones(2, d)) for part, d in parts.items()]
+
+    wanted = results()
+    group = offload(pipeline, memory_budget="64KiB")
+    for _ in range(2):
+        results()
+    before = [(handle.module_names, handle.plan, handle.stats(), handle.memory_budget) for handle in group]
+    with pytest.raises(BudgetError, match=r"^pipelines: transformer: budget 8.50 KiB: .* alone needs .* at least") as refused:
+        # The others have room in it when their blocks are split.
+        group.set_memory_budget(REST + BLOCK + 1024)
+    assert [(handle.module_names, handle.plan, handle.stats(), handle.memory_budget) for handle in group] == before
+    assert_equal(results(), wanted)
+    group.set_memory_budget(refused.value.smallest_nbytes)
+    assert_equal(results(), wanted)
 
 
 def test_the_budget_that_an_error_names_works_for_all() -> None:

@@ -175,3 +175,13 @@ def test_close_ends_the_thread_and_may_be_repeated() -> None:
     transfer.wait(found)
     assert len(copies()) == before + 1
     transfer.close()
+
+
+def test_the_thread_may_close_itself(transfer: ThreadTransfer) -> None:
+    def close(_: Slot) -> None:
+        transfer.close()
+
+    transfer.copy = close
+    found = slot(transfer, 7)
+    transfer.prefetch(found)
+    transfer.wait(found)

@@ -1,0 +1,101 @@
+"""Cutting a traced graph into blocks of pieces that are copied one by one: how large a piece is, and what the blocks then cost.
+
+    piece = weights / 12, within 4 to 112 MiB
+    finer = the bytes that the link brings while everything computes, / 64, not below 48 MiB
+
+The finer one counts where it is the smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload.blocks import Blocks, find_blocks
+from fxoffload.config import OffloadConfig
+from fxoffload.facts import Facts
+from fxoffload.hostalias import is_weight
+from fxoffload.machine import Machine
+from fxoffload.passes.base import copy_graph
+from fxoffload.price import SegmentPrice, price
+from fxoffload.read import read_facts
+from fxoffload.rows import Source, split_rows
+from fxoffload.sink import sink_views
+
+_LARGEST_BUCKET_NBYTES = 112 << 20
+_LEAST_BUCKET_NBYTES = 4 << 20
+_PIECES = 12
+_LEAST_FINER_NBYTES = 48 << 20
+_FINER_PIECES = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """A graph before it is cut: its inputs without wrappers, where they come from, names of weights by `id`, and declared blocks.
+
+    `runs`: it is to run, so that its weights must have bytes.
+    """
+
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    sources: Sequence[Source]
+    names: Mapping[int, str]
+    declared: set[str]
+    onload: torch.device
+    machine: Machine
+    runs: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """The graph with its large weights cut by rows, where these come from, its blocks, and what they cost."""
+
+    gm: fx.GraphModule
+    sources: list[Source]
+    facts: Facts
+    blocks: Blocks
+    prices: tuple[SegmentPrice, ...]
+
+
+def cut_finely(traced: Traced, config: OffloadConfig, weight_nbytes: int, lap: Callable[[str], None]) -> Cut:
+    """Cut into pieces of the usual size, and into smaller ones where that pays. `lap` is told when a stage is over."""
+    limit_nbytes = _bucket_limit(config, weight_nbytes)
+    found = _cut(traced, limit_nbytes, lap)
+    finer_nbytes = _finer_limit(traced.machine, found.prices)
+    if config.max_bucket_bytes == "auto" and finer_nbytes < limit_nbytes:
+        return _cut(traced, finer_nbytes, lap)
+    return found
+
+
+def _cut(traced: Traced, limit_nbytes: int, lap: Callable[[str], None]) -> Cut:
+    gm = fx.GraphModule(traced.gm, copy_graph(traced.gm.graph))
+    inputs, cuts = split_rows(gm, traced.inputs, limit_nbytes, is_weight)
+    sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
+    facts = read_facts(gm, inputs, traced.onload, traced.names, allow_meta=not traced.runs)
+    lap("facts")
+    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=traced.declared)
+    lap("blocks")
+    prices = price(facts, blocks, traced.machine)
+    lap("price")
+    return Cut(gm, [dataclasses.replace(traced.sources[c.position], rows=c.rows) for c in cuts], facts, blocks, prices)
+
+
+def _bucket_limit(config: OffloadConfig, total_nbytes: int) -> int:
+    """A twelfth of the weights, within 4 to 112 MiB: copies of some MiB already run at the speed of the link."""
+    if config.max_bucket_bytes != "auto":
+        return config.max_bucket_bytes
+    return max(_LEAST_BUCKET_NBYTES, min(_LARGEST_BUCKET_NBYTES, total_nbytes // _PIECES))
+
+
+def _finer_limit(machine: Machine, prices: Sequence[SegmentPrice]) -> int:
+    """A 64th of what the link brings while everything computes, but not below 48 MiB.
+
+    Two buckets of staging are bytes that cannot stay. Where copies take far longer than compute, as in the decoding of single
+    tokens, they are most of what separates a step from its bound, and more segments cost nothing that copies do not hide.
+    """
+    compute_ms = sum(p.cost.compute_ms for p in prices)
+    return max(_LEAST_FINER_NBYTES, int(machine.link_bytes_per_ms * compute_ms / _FINER_PIECES))
