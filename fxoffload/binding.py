@@ -30,7 +30,7 @@ from fxoffload.packed import HostBucket, HostWeight
 from fxoffload.plan import Plan
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
-from fxoffload.program import Program, picker
+from fxoffload.program import Program, ids_of, picker
 from fxoffload.resize import WORTH, Sizes, estimate
 from fxoffload.rows import Source
 from fxoffload.staged import Staged, Watcher, write_plan
@@ -53,7 +53,7 @@ class Binding(Planned):
     ) -> None:
         """`args` of a call, and of the weights among them, by their places: the plain tensors and their qualified names."""
         self.program = program
-        self.ids = tuple(map(id, tensors.values()))
+        self.ids = ids_of(tuple(tensors.values()))
         self._weights: dict[str, HostWeight] = pack_program(program, engine, tensors, names)
         bound = [(place, t, packed) for place, t in tensors.items() if (packed := engine.store.find(t)) is not None]
         self._packed = [packed for _, _, packed in bound]
@@ -183,13 +183,15 @@ class Binding(Planned):
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
-    def run(self, args: Sequence[Any]) -> Any:
-        """One forward on all arguments of the graph, weights included."""
+    def run(self, args: Sequence[Any], weights: Sequence[torch.Tensor]) -> Any:
+        """One forward on all arguments of the graph; `weights`: those among them that it was bound to."""
         engine = self.engine
         inputs = [args[position] for position, _, _ in self.program.inputs]
         shared = engine.shared_budget(self.config)
         with engine.lock, shared.lock if shared is not None else nullcontext():
-            tensors, wrappers = self._pick(args), self._pick_wrappers(args)
+            # There may be a thousand: they are picked again only where some have no bytes.
+            tensors = weights if len(weights) == len(self._packed) else self._pick(args)
+            wrappers = self._pick_wrappers(args)
             self._see_edits(self._watch, self._packed, tensors, wrappers)
             if self._sizes.changed(args):
                 self._resize()

@@ -13,6 +13,7 @@ stay outside. With W such a load and L another one:
 
 An external event is a node of the graph: recorded by each launch, and waited for as the host recorded it last before a launch.
 The graph's own copies begin behind `sent`, the end of all that was issued outside before the launch: copies keep one order.
+Where a plan streams nothing there is no fork: a graph of one line is launched faster than one with a branch.
 
 An eviction that a prefetch waits for and that this forward has not come to is that of the forward before: the fork covers it.
 Everything that is recorded is kept as steps, too, for the judge (`verify_capture`).
@@ -86,7 +87,7 @@ class Capturer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A step around a replay, with what issues it on the stream that is given."""
+    """A step around a replay, with what issues it on the stream that is given, which is the current one."""
 
     step: Step
     issue: Callable[[Any], None]
@@ -106,6 +107,8 @@ class CaptureTransfer:
         self._sent = capturer.event(external=True)
         self._go = {load: capturer.event(external=True) for load in self._wraps}
         self._capturing = False
+        self._fork: Any = None
+        self._forked = False
         self._inside: list[Step] = []
         self._behind: list[Call] = []
         self._evicted: set[str] = set()
@@ -113,18 +116,16 @@ class CaptureTransfer:
     # -- around a capture --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A capture begins: fork."""
-        self._capturing = True
+        """A capture begins, and copies fork off here, should there be any."""
+        self._capturing, self._forked = True, False
         self._inside, self._behind, self._evicted = [], [], set()
         if self._overlap:
-            fork = self._capturer.event(external=False)
-            self._record(COMPUTE, fork, "fork")
-            self._wait(COPIES, fork, "fork")
-        self._wait(COPIES, self._sent, "sent")
+            self._fork = self._capturer.event(external=False)
+            self._record(COMPUTE, self._fork, "fork")
 
     def join(self) -> None:
         """All that is to be captured was issued."""
-        if self._overlap:
+        if self._overlap and self._forked:
             join = self._capturer.event(external=False)
             self._record(COPIES, join, "join")
             self._wait(COMPUTE, join, "join")
@@ -152,8 +153,10 @@ class CaptureTransfer:
         outside = self._capturer.outside()
         self._sent.record(outside)
         graph.replay()
-        for call in behind:
-            call.issue(outside)
+        if behind:
+            with self._capturer.on(outside):
+                for call in behind:
+                    call.issue(outside)
 
     # -- the protocol of transfers -----------------------------------------------------------------------------------
 
@@ -172,6 +175,7 @@ class CaptureTransfer:
             self.counters.prefetches += 1
             self.counters.nbytes_copied += slot.nbytes
             return
+        self._begin_copies()
         if after is not None and after.load in self._evicted:
             self._wait(COPIES, after.free, f"free {after.load}")
         if slot.load in self._wraps:
@@ -209,13 +213,21 @@ class CaptureTransfer:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def _begin_copies(self) -> None:
+        if self._forked:
+            return
+        self._forked = True
+        if self._overlap:
+            self._wait(COPIES, self._fork, "fork")
+        self._wait(COPIES, self._sent, "sent")
+
     def _prefetch_outside(self, slot: Slot) -> None:
         go = self._go[slot.load]
         self._record(COPIES, go, f"go {slot.load}")
         line = self._line(OUTSIDE)
         self._behind += [
             Call(Step(line, "wait", f"go {slot.load}"), go.wait),
-            Call(Step(line, "copy", slot.load), lambda stream: self._copy_to(stream, slot)),
+            Call(Step(line, "copy", slot.load), lambda _: self.copy(slot)),
             Call(Step(line, "record", f"ready {slot.load}"), slot.ready.record),
         ]
 

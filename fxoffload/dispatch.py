@@ -13,7 +13,7 @@ from fxoffload.binding import Binding
 from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.owner import owner_of, tensor_names
 from fxoffload.planned import Retied
-from fxoffload.program import Program, picker
+from fxoffload.program import Program, ids_of, picker
 from fxoffload.rows import Source
 
 
@@ -22,7 +22,7 @@ class Dispatch:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._bindings: weakref.WeakValueDictionary[tuple[int, ...], Binding] = weakref.WeakValueDictionary()
+        self._bindings: weakref.WeakValueDictionary[bytes, Binding] = weakref.WeakValueDictionary()
         self._pick = picker(program.places)
         self._weightless: list[Engine] = []
         """Engines that no weight keeps alive, because the graph has none with bytes."""
@@ -30,13 +30,13 @@ class Dispatch:
     def __call__(self, *args: Any) -> Any:
         weights = self._pick(args)
         refuse_inside(weights)
-        binding = self._bindings.get(tuple(map(id, weights)))
+        binding = self._bindings.get(ids_of(weights))
         if binding is None:
             binding = self.bind(args)
         try:
-            return binding.run(args)
+            return binding.run(args, weights)
         except Retied:
-            return self.bind(args).run(args)
+            return self.bind(args).run(args, weights)
 
     def bind(self, args: Any) -> Binding:
         """Bind the program to the weights among these arguments, in the engine of the model that they belong to."""

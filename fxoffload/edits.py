@@ -12,7 +12,7 @@ Only what the device keeps between calls can be outdated there (`EditWatch.keep`
 
 All words are read by one gather over the address space from the first weight to the last: a thousand views, or the two thousand
 lines of memory that single elements lie in, would take longer than the rest of a replayed forward. Nothing here is handed to
-several threads, as `take`, or a comparison of 32,768 elements, would be: to wake them can take milliseconds.
+several threads, as `take`, or torch's comparison of 32,768 elements, would be: to wake them can take milliseconds.
 """
 
 # pyright: reportPrivateUsage=false
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
+from itertools import chain, compress
 from math import gcd
 from operator import attrgetter
 
@@ -27,8 +28,7 @@ import torch
 
 _WORD = 8
 _WORDS = 32
-_SERIAL = (1 << 15) - 1
-"""So many words torch compares on the calling thread."""
+_address = torch.Tensor.data_ptr
 _version = attrgetter("_version")
 
 
@@ -74,18 +74,23 @@ class _Probe:
         with torch.inference_mode(False):
             self._places = torch.tensor([word - first for found in words for word in found])
             self._space = torch.frombuffer(space, dtype=torch.int64)
-            self._known, self._now = self._read(None), self._read(None)
+            self._words = torch.empty_like(self._places)
+        self._bytes = (ctypes.c_char * self._words.nbytes).from_address(self._words.data_ptr())
+        self._known = self._read()
 
-    def _read(self, out: torch.Tensor | None) -> torch.Tensor:
-        return torch.index_select(self._space, 0, self._places, out=out)
+    def _read(self) -> bytes:
+        torch.index_select(self._space, 0, self._places, out=self._words)
+        return self._bytes.raw
 
     def changed(self) -> set[int]:
         """The views that do not look as they did at the last question."""
-        known, now = self._known, self._read(self._now)
-        if all(map(torch.equal, now.split(_SERIAL), known.split(_SERIAL))):
+        known, now = self._known, self._read()
+        # Copied and compared as bytes: a fifth of the time that torch takes to compare words.
+        if now == known:
             return set()
-        self._known, self._now = now, known
-        return {self.owner[i] for i in (now != known).nonzero().view(-1).tolist()}
+        self._known = now
+        pairs = zip(memoryview(now).cast("q"), memoryview(known).cast("q"), self.owner, strict=True)
+        return {owner for a, b, owner in pairs if a != b}
 
 
 class EditWatch:
@@ -101,10 +106,15 @@ class EditWatch:
         views: Sequence[torch.Tensor],
         wrappers: Sequence[tuple[torch.Tensor, Sequence[int]]] = (),
     ) -> None:
-        self._pointers = [view.data_ptr() for view in views]
-        self._versions = _versions([*tensors, *(wrapper for wrapper, _ in wrappers)])
+        self._addresses = list(map(_address, views))
         self._counted: list[Sequence[int]] = [*((k,) for k in range(len(tensors))), *(held for _, held in wrappers)]
-        """The weights that each of these counters stands for."""
+        """The weights that each version counter stands for: those of the tensors, then those of the wrappers."""
+        self._looked = [False] * len(self._counted)
+        """Which counters are looked at: those that stand for a weight that the device keeps."""
+        self._versions = _versions([*tensors, *(wrapper for wrapper, _ in wrappers)])
+        """Where they all stood when they were looked at last."""
+        self._expected: list[int | None] = []
+        """Of these, the ones that are looked at."""
         self._views = list(views)
         self._kept: dict[int, int] = {}
         """The weights that are looked at, by their number in the probe."""
@@ -117,6 +127,9 @@ class EditWatch:
         """
         before = set(self._kept.values())
         self._kept = dict(enumerate(sorted(chosen)))
+        kept = set(chosen)
+        self._looked = [not kept.isdisjoint(held) for held in self._counted]
+        self._expected = list(compress(self._versions, self._looked))
         views = [self._views[k] for k in self._kept.values()]
         self._probe = _Probe(views) if any(view.numel() for view in views) else None
         return [k for k in self._kept.values() if k not in before]
@@ -127,20 +140,26 @@ class EditWatch:
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Indices of the weights whose memory is not the store's any more."""
-        pointers = [t.data_ptr() for t in tensors]
-        if pointers == self._pointers:
+        addresses = list(map(_address, tensors))
+        if addresses == self._addresses:
             return []
-        return [k for k, (now, then) in enumerate(zip(pointers, self._pointers, strict=True)) if now != then]
+        return [k for k, (now, then) in enumerate(zip(addresses, self._addresses, strict=True)) if now != then]
 
     def written(self, tensors: Sequence[torch.Tensor], wrappers: Sequence[torch.Tensor] = ()) -> list[int]:
-        """Indices of the weights that the device keeps and whose values changed since the last question."""
+        """Indices of the weights that the device keeps and whose values changed since the last question.
+
+        Also of those that were written to while they were not kept, and are kept since.
+        """
         found: set[int] = set()
-        versions = _versions([*tensors, *wrappers])
-        if versions != self._versions:
-            changes = zip(versions, self._versions, self._counted, strict=True)
-            found.update(k for now, then, held in changes if now != then for k in held)
+        versions = _versions(list(compress(chain(tensors, wrappers), self._looked)))
+        if versions != self._expected:
+            looked = compress(range(len(self._counted)), self._looked)
+            for i, now, then in zip(looked, versions, self._expected, strict=True):
+                if now != then:
+                    self._versions[i] = now
+                    found.update(self._counted[i])
             found.intersection_update(self._kept.values())
-            self._versions = versions
+            self._expected = versions
         return sorted(found.union(self.changed()))
 
 

@@ -189,7 +189,7 @@ class Graphs:
             elif is_wrapper(value):
                 self._failed = f"its input {name!r} is a {type(value).__name__}, which has no memory of its own to copy into"
                 return None
-            elif value.device.type == self._device.type:
+            elif value.device == self._device:
                 address = value.data_ptr() if kind is _Kind.WRITTEN else None
                 key.append((value.shape, value.stride(), value.dtype, address))
             elif value.dim() == 0:
@@ -215,7 +215,7 @@ class Graphs:
         own = {
             i: _twin(value)
             for i, (value, (_, kind)) in enumerate(zip(inputs, self._inputs, strict=True))
-            if isinstance(value, torch.Tensor) and kind is _Kind.GIVEN and value.device.type == self._device.type
+            if isinstance(value, torch.Tensor) and kind is _Kind.GIVEN and value.device == self._device
         }
         arguments = [own.get(i, value) for i, value in enumerate(inputs)]
 

@@ -49,10 +49,17 @@ class Graph:
         self.alive = False
 
 
-class Capturer:
-    """`capture.Capturer` for the CPU. A capture holds `each` bytes."""
+class Idle(Graph):
+    """Does nothing, so that only what the host does around a replay takes time."""
 
-    def __init__(self, engine: Engine | None = None, *, overlap: bool = True, each: int = 0) -> None:
+    def replay(self) -> None:
+        assert self.alive
+
+
+class Capturer:
+    """`capture.Capturer` for the CPU. A capture holds `each` bytes. `idle`: graphs do nothing."""
+
+    def __init__(self, engine: Engine | None = None, *, overlap: bool = True, each: int = 0, idle: bool = False) -> None:
         self.compute = "compute"
         self.copies = "copies" if overlap else self.compute
         self.transfer: CaptureTransfer | None = None
@@ -60,6 +67,7 @@ class Capturer:
         self.graphs: list[Graph] = []
         self._engine = engine
         self._each = each
+        self._kind = Idle if idle else Graph
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +94,7 @@ class Capturer:
             results = work()
         finally:
             self._engine.arena.memory.copy_(before)
-        self.graphs.append(Graph(self, work, results))
+        self.graphs.append(self._kind(self, work, results))
         return self.graphs[-1], results
 
     def wait(self) -> None:
@@ -108,7 +116,7 @@ class Remembered(CaptureTransfer):
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Every engine captures on the CPU. What is put into the dictionary goes to the capturers: `each`."""
+    """Every engine captures on the CPU. What is put into the dictionary goes to the capturers: `each`, `idle`."""
     options: dict[str, Any] = {}
     monkeypatch.setattr(graph, "CaptureTransfer", Remembered)
     monkeypatch.setattr(graph, "capturer_for", lambda engine: Capturer(engine, **options))

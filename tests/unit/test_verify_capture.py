@@ -110,6 +110,15 @@ behind  outside  record  ready blocks.1""",
         )
 
 
+def test_where_nothing_is_streamed_the_graph_has_one_line():
+    plan = dataclasses.replace(PLAN, loads=())
+    recording = record(plan)
+    assert {step.line for step in recording.inside} == {"compute"}
+    assert not [step for step in recording.inside if step.what == "wait"]
+    assert not recording.behind
+    check_capture(plan, recording)
+
+
 def test_what_is_recorded_is_accepted_without_overlap_too():
     loads = tuple(dataclasses.replace(w, prefetch_before=w.uses[0], after=w.name) for w in PLAN.loads)
     plan = dataclasses.replace(PLAN, loads=loads, async_transfer=False)
