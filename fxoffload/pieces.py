@@ -48,11 +48,12 @@ def divide(plan: Plan, others: Sequence[Plan] = ()) -> tuple[int, ...]:
     spans = _merged(sorted(span for each in plans for span in find_spans(each)))
     resident_nbytes = max((span.end for span in spans if not span.streams), default=0)
     count = min(max(resident_nbytes // PIECE_NBYTES, 1), MOST_PIECES)
-    target = max(-(-resident_nbytes // count), 1)
+    target = -(-resident_nbytes // count)
     starts = [0]
     streamed = False
     for span in spans:
-        if span.streams or streamed or span.start // target > starts[-1] // target:
+        is_full = span.start - starts[-1] >= target and resident_nbytes - span.start >= target // 2
+        if span.streams or streamed or is_full:
             starts.append(span.start)
         streamed = span.streams
     return tuple(sorted({*starts}))
