@@ -6,7 +6,8 @@
 
 The model that runs gets the whole budget, and one that is idle keeps what there is to spare: of what does not fit beside the one
 that runs it gives back its captures and its staging area first, then residents, in pieces of about 1 GiB (`pieces`). That much is
-filled again when it runs next. So the peak is that of the larger model, not the sum.
+filled again when it runs next. So the peak is that of the larger model, not the sum. Beside the first forwards of a model, which
+measure what it takes, idle ones keep nothing.
 """
 
 from __future__ import annotations

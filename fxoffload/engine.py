@@ -89,9 +89,9 @@ class Engine:
         """Who saw to `present` last. The arena has these weights as it saw them then."""
         self.planned: list[Planned] = []
         self._fitted: Plan | None = None
-        """The plan that the arena was last found to be divided well for."""
+        """The plan that the arena was last found to be right for."""
         self._is_divided = False
-        """Whether the arena is one that can be given back in pieces."""
+        """Whether the arena can be given back in pieces."""
         self.measured: weakref.WeakKeyDictionary[Program, float] = weakref.WeakKeyDictionary()
         """What a forward of a program takes besides the arena, where it was measured, as a multiple of its estimate."""
         self.capturer: Capturer | str | None = None
@@ -156,8 +156,7 @@ class Engine:
     def restore(self, slots: Slots) -> None:
         """Bring the arena into the state that a plan begins with. If that raises, nothing in the arena counts any more."""
         self.restores += 1
-        present = self.present
-        self.refresh()
+        present, self.present, self.current = self.present, {}, None
         self.present = slots.restore(present)
 
     def refresh(self) -> None:
@@ -226,10 +225,9 @@ class Engine:
         most = max(plan.arena_nbytes, plan.budget_nbytes - plan.activation_nbytes)
         if not plan.arena_nbytes <= self.arena.length <= most or (shared is not None and not self._is_divided):
             return False
-        if self._fitted is not plan and not all(self.arena.has(span.start, span.end) for span in find_spans(plan)):
-            return False
-        self._fitted = plan
-        return True
+        if self._fitted is not plan and all(self.arena.has(span.start, span.end) for span in find_spans(plan)):
+            self._fitted = plan
+        return self._fitted is plan
 
     def _divide(self, plan: Plan, shared: Budget | None) -> None:
         """Begin anew with an arena for a plan, of which nothing is held yet: in one piece for a model that shares no budget."""
@@ -250,10 +248,10 @@ class Engine:
         try:
             self.arena.allocate(pieces)
         except RuntimeError as error:
-            nbytes = sum(piece.nbytes for piece in pieces)
+            refused = sum(piece.nbytes for piece in pieces)
             total, free = device_memory(self.device)
             raise OffloadError(
-                f"engine: arena: {self.device} refuses {show_size(nbytes)} for weights, of its {show_size(total)} "
+                f"engine: arena: {self.device} refuses {show_size(refused)} for weights, of its {show_size(total)} "
                 f"{show_size(free)} are free; free device memory, or give the model less with fxoffload.set_memory_budget"
             ) from error
 
