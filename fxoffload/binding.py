@@ -208,8 +208,7 @@ class Binding(Planned):
             engine.transfer.begin()
             engine.transfer.counters.reset()
             if engine.current is not self or self._last is not staged:
-                engine.restores += 1
-                engine.present = staged.restore(engine.present)
+                engine.restore(staged)
             engine.current = None
             try:
                 outputs = forward(*inputs)

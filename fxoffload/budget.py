@@ -4,9 +4,10 @@
     encoder = torch.compile(encoder, backend="layerwise", options={"memory_budget": budget})
     transformer = torch.compile(transformer, backend="layerwise", options={"memory_budget": budget})
 
-The model that runs gets the whole budget. A model that is idle keeps its arena as long as that fits beside the one that runs,
-and gives it back when it does not; it is filled again when that model runs next. So the peak is that of the larger model, not the
-sum.
+The model that runs gets the whole budget, and one that is idle keeps what there is to spare: of what does not fit beside the one
+that runs it gives back its captures and its staging area first, then residents, in pieces of about 1 GiB (`pieces`). That much is
+filled again when it runs next. So the peak is that of the larger model, not the sum. Beside the first forwards of a model, which
+measure what it takes, idle ones keep nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Member(Protocol):
     @property
     def arena_nbytes(self) -> int: ...
 
-    def give_up_arena(self) -> None: ...
+    def is_under(self, budget: Budget) -> bool: ...
+
+    def shrink_arena(self, most_nbytes: int) -> None: ...
 
     def free_cached(self) -> None: ...
 
@@ -54,25 +57,24 @@ class Budget:
         """In a forked child nobody holds the lock that a thread of the parent may have held."""
         self.lock = threading.RLock()
 
-    def settle(self, nbytes: int) -> int:
-        """The budget in bytes: `nbytes` at the first call, and the same ever after."""
+    def settle(self, member: Member, nbytes: int) -> int:
+        """The budget in bytes: `nbytes` at the first call, and the same ever after. From now on `member` is known."""
+        self._members.add(member)
         if self._nbytes is None:
             self._nbytes = nbytes
         return self._nbytes
 
     def make_room(self, runner: Member, peak_nbytes: int, budget_nbytes: int) -> None:
-        """Before `runner` allocates: idle models whose arenas do not fit beside `peak_nbytes` of the budget give them up.
+        """Before `runner` allocates: idle models give back what does not fit beside `peak_nbytes` of the budget.
 
         What the allocator kept of the model that ran before is freed too: pieces of it fit another model's activations badly.
         """
-        self._members.add(runner)
         spare = budget_nbytes - peak_nbytes
-        # The smallest first: more models keep theirs.
-        for member in sorted((m for m in self._members if m is not runner), key=lambda m: m.arena_nbytes):
-            if member.arena_nbytes <= spare:
-                spare -= member.arena_nbytes
-            else:
-                member.give_up_arena()
+        idle = [member for member in self._members if member is not runner and member.is_under(self)]
+        # The smallest first: more models keep all that they have.
+        for member in sorted(idle, key=lambda member: member.arena_nbytes):
+            member.shrink_arena(max(spare, 0))
+            spare -= member.arena_nbytes
         if self._last is not None and self._last() is not runner:
             runner.free_cached()
         self._last = weakref.ref(runner)

@@ -17,13 +17,14 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxoffload import forks
-from fxoffload.arena import Arena
+from fxoffload.arena import Arena, Piece
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.debug import logger, switches
 from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
 from fxoffload.hostmemory import host_memory
 from fxoffload.packed import HostTensor
+from fxoffload.pieces import divide, find_spans
 from fxoffload.sizes import show_size
 from fxoffload.storages import nbytes_of, plain_tensors
 from fxoffload.store import HostStore
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fxoffload.plan import Plan
     from fxoffload.planned import Planned
     from fxoffload.program import Program
+    from fxoffload.slots import Slots
 
 _engine_of_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _engine_of_root: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -71,7 +73,7 @@ class Engine:
         self.lock = threading.RLock()
         unified = shares_host_memory(device)
         self.store = HostStore(device, pin=not unified)
-        self.arena = Arena(device)
+        self.arena = Arena(device, poison=device.type == "cpu" or switches().poison)
         self.transfer: Transfer = (
             ThreadTransfer(overlap=overlap)
             if device.type == "cpu"
@@ -86,6 +88,10 @@ class Engine:
         self.filled: weakref.ref[Planned] | None = None
         """Who saw to `present` last. The arena has these weights as it saw them then."""
         self.planned: list[Planned] = []
+        self._fitted: Plan | None = None
+        """The plan that the arena was last found to be right for."""
+        self._is_divided = False
+        """Whether the arena can be given back in pieces."""
         self.measured: weakref.WeakKeyDictionary[Program, float] = weakref.WeakKeyDictionary()
         """What a forward of a program takes besides the arena, where it was measured, as a multiple of its estimate."""
         self.capturer: Capturer | str | None = None
@@ -105,12 +111,18 @@ class Engine:
         chosen = (self.budget or config).memory_budget
         return chosen if isinstance(chosen, Budget) else None
 
+    def is_under(self, budget: Budget) -> bool:
+        """Whether the model has this budget now. Its memory counts there also while nothing of it is planned."""
+        if self.budget is not None:
+            return self.budget.memory_budget is budget
+        return not self.planned or any(planned.config.memory_budget is budget for planned in self.planned)
+
     def budget_nbytes(self, config: OffloadConfig) -> int:
         """The budget of a graph with this config, in bytes. What `"auto"` means is settled at the first question."""
         chosen = self.budget or config
         shared = self.shared_budget(config)
         if shared is not None:
-            return shared.settle(resolve_budget(chosen, *device_memory(self.device)))
+            return shared.settle(self, resolve_budget(chosen, *device_memory(self.device)))
         if chosen.memory_budget != "auto":
             return resolve_budget(chosen, *device_memory(self.device))
         if self._auto_budget is None:
@@ -141,9 +153,15 @@ class Engine:
         self.present = {offset: name for offset, name in self.present.items() if name not in stale}
         self.current = None
 
+    def restore(self, slots: Slots) -> None:
+        """Bring the arena into the state that a plan begins with. If that raises, nothing in the arena counts any more."""
+        self.restores += 1
+        present, self.present, self.current = self.present, {}, None
+        self.present = slots.restore(present)
+
     def refresh(self) -> None:
         """Nothing in the arena counts any more: the next forward copies all it needs from the host."""
-        self.present.clear()
+        self.present = {}
         self.current = None
 
     def after_fork(self) -> None:
@@ -163,11 +181,19 @@ class Engine:
         """What the model holds between forwards."""
         return self.arena.nbytes + self.captured_nbytes
 
-    def give_up_arena(self) -> None:
-        """Free the arena, for another model under the same budget. The next forward takes one anew."""
+    def shrink_arena(self, most_nbytes: int) -> None:
+        """Hold no more than so many bytes, for another model under the same budget. The next forward takes what it lacks anew.
+
+        Captures go first, since they are good for one place only; then memory without residents; then that of the last residents.
+        """
+        if self.arena_nbytes <= most_nbytes:
+            return
         for planned in self.planned:
             planned.lose_captures("another model under its budget takes the memory of its captures before they have paid")
-        self._allocate(0)
+        if self.arena.nbytes > most_nbytes:
+            self._release()
+            self.arena.shrink(most_nbytes, self.present)
+            self.present = {offset: name for offset, name in self.present.items() if self.arena.holds(offset)}
 
     def free_cached(self) -> None:
         """Give what the allocator holds and nobody uses back to the device."""
@@ -184,32 +210,54 @@ class Engine:
                 planned.lose_captures("uncaptured forwards of the model take the memory of its captures before they have paid")
 
     def fit_arena(self, plan: Plan, shared: Budget | None) -> None:
-        """Make the arena as long as a plan needs, and no longer than its budget allows."""
+        """Hold all that a plan needs, in an arena that is no longer than its budget allows."""
+        if not self._fits(plan, shared):
+            self._divide(plan, shared)
+        missing = self.arena.missing(plan.arena_nbytes)
         if shared is not None:
-            shared.make_room(self, plan.peak_nbytes, plan.budget_nbytes)
-        most = max(plan.arena_nbytes, plan.budget_nbytes - plan.activation_nbytes)
-        if plan.arena_nbytes <= self.arena.nbytes <= most:
-            return
-        self._allocate(plan.arena_nbytes)
+            held = self.arena.nbytes + sum(piece.nbytes for piece in missing)
+            shared.make_room(self, held + plan.activation_nbytes, plan.budget_nbytes)
+        if missing:
+            self._allocate(missing)
 
-    def _allocate(self, nbytes: int) -> None:
-        # Every view of the old arena must go, or both would be held at once.
-        for binding in self.planned:
-            binding.release()
-        self.transfer.drain()
+    def _fits(self, plan: Plan, shared: Budget | None) -> bool:
+        """Whether the arena is as long as it should be, and divided nowhere where the plan forbids it."""
+        most = max(plan.arena_nbytes, plan.budget_nbytes - plan.activation_nbytes)
+        if not plan.arena_nbytes <= self.arena.length <= most or (shared is not None and not self._is_divided):
+            return False
+        if self._fitted is not plan and all(self.arena.has(span.start, span.end) for span in find_spans(plan)):
+            self._fitted = plan
+        return self._fitted is plan
+
+    def _divide(self, plan: Plan, shared: Budget | None) -> None:
+        """Begin anew with an arena for a plan, of which nothing is held yet: in one piece for a model that shares no budget."""
+        self._release()
         self.refresh()
+        others = [planned.plan for planned in self.planned if planned.plan is not None]
+        self._fitted, self._is_divided = plan, shared is not None
+        self.arena.divide(divide(plan, others) if self._is_divided else (0,), plan.arena_nbytes)
+
+    def _release(self) -> None:
+        """Let go of every view of the arena: the memory would not be given back while there is one."""
+        for planned in self.planned:
+            planned.release()
+        self.transfer.drain()
+        self.current = None
+
+    def _allocate(self, pieces: Sequence[Piece]) -> None:
         try:
-            self.arena.allocate(nbytes)
+            self.arena.allocate(pieces)
         except RuntimeError as error:
+            refused = sum(piece.nbytes for piece in pieces)
             total, free = device_memory(self.device)
             raise OffloadError(
-                f"engine: arena: {self.device} refuses {show_size(nbytes)} for weights, of its {show_size(total)} "
+                f"engine: arena: {self.device} refuses {show_size(refused)} for weights, of its {show_size(total)} "
                 f"{show_size(free)} are free; free device memory, or give the model less with fxoffload.set_memory_budget"
             ) from error
 
     def dissolve(self) -> None:
         """Leave the model as it was: no arena, nothing pinned, weights in host memory of their own kind."""
-        self.give_up_arena()
+        self.shrink_arena(0)
         self.planned.clear()
         self.transfer.close()
         self.store.close()

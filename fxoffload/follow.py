@@ -165,8 +165,7 @@ class Follower(Planned):
         engine.transfer.begin()
         engine.transfer.counters.reset()
         if engine.current is not self:
-            engine.restores += 1
-            engine.present = self._staged.restore(engine.present)
+            engine.restore(self._staged)
         engine.current = None
         managed.begin(wrappers)
         views = self._staged.rest_views

@@ -26,11 +26,11 @@ class HostWeight:
     def name(self) -> str:
         return self.whole.name if self.rows is None else f"{self.whole.name}[{self.rows[0]}:{self.rows[1]}]"
 
-    def device_view(self, arena: torch.Tensor, bucket_offset: int) -> torch.Tensor:
-        """This weight in the arena (uint8, one dimension), if its bucket lies at `bucket_offset` bytes."""
+    def device_view(self, memory: torch.Tensor, bucket_offset: int) -> torch.Tensor:
+        """This weight in memory of the device (uint8, one dimension), if its bucket lies at `bucket_offset` bytes."""
         start = bucket_offset + self.offset
         with self.whole.mode():
-            elements = arena[start : start + self.nbytes].view(self.whole.view.dtype)
+            elements = memory[start : start + self.nbytes].view(self.whole.view.dtype)
             return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
 

@@ -79,7 +79,7 @@ class Plan:
     loads: tuple[Load, ...]
     """In order of first use, and of issue where several are needed by one segment."""
     arena_nbytes: int
-    """One allocation on the device: residents and staging."""
+    """Residents and staging, the address space of all offsets."""
     activation_nbytes: int
     """Everything on the device that is not in the arena, at its peak."""
     budget_nbytes: int

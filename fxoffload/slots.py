@@ -1,4 +1,4 @@
-"""The places of a plan in one allocation of the arena: slots of its loads and residents, and views of the weights there."""
+"""The places of a plan in the memory of the arena: slots of its loads and residents, and views of the weights there."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fxoffload.transfer import Slot, Transfer
 
 
 class Slots:
-    """Good for one plan and one allocation of the arena, of which it holds views. `hosts`: the buckets by name."""
+    """Good for one plan, and until the arena gives memory back: it holds views of it. `hosts`: the buckets by name."""
 
     def __init__(self, plan: Plan, hosts: Mapping[str, HostBucket], arena: Arena, transfer: Transfer) -> None:
         self.plan = plan
-        self.memory = arena.memory
+        self.arena = arena
         self.transfer = transfer
         self._hosts = hosts
         self._offsets = {r.bucket: r.offset for r in plan.residents}
@@ -47,8 +47,9 @@ class Slots:
 
     def view(self, weight: HostWeight, load: Load | None) -> torch.Tensor:
         """A weight in the arena, as one load brings it; None: as the resident that it is."""
-        return weight.device_view(self.memory, self._offsets[weight.bucket.name] if load is None else load.offset)
+        bucket = weight.bucket
+        return weight.device_view(*self.arena.find(self._offsets[bucket.name] if load is None else load.offset, bucket.nbytes))
 
     def _slot(self, bucket: str, offset: int, load: str = "") -> Slot:
         host = self._hosts[bucket]
-        return self.transfer.slot(host.flat, self.memory[offset : offset + host.nbytes], load)
+        return self.transfer.slot(host.flat, self.arena.view(offset, host.nbytes), load)

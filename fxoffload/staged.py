@@ -37,7 +37,7 @@ def write_plan(program: Program, plan: Plan) -> fx.GraphModule:
 
 
 class Staged(Slots):
-    """Good for one plan and one allocation of the arena, of which it holds views.
+    """Good for one plan, and until the arena gives memory back: it holds views of it.
 
     `written`: the top level with the plan in it (`write_plan`). `weights` by placeholder.
     """

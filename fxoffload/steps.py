@@ -26,7 +26,7 @@ class Step:
 
 
 class Steps(Slots):
-    """Good for one plan and one allocation of the arena, of which it holds views. `order`: of the units, by their numbers."""
+    """Good for one plan, and until the arena gives memory back. `order`: of the units, by their numbers."""
 
     def __init__(self, plan: Plan, managed: Managed, order: Sequence[int], engine: Engine) -> None:
         super().__init__(plan, {w.bucket.name: w.bucket for w in managed.whole.values()}, engine.arena, engine.transfer)
@@ -77,15 +77,16 @@ class Steps(Slots):
                 continue
             bucket = weight.bucket
             if bucket.name not in places:
-                if offset + bucket.nbytes > len(self.memory):
+                place = self.arena.find_room(offset, bucket.nbytes)
+                if place is None:
                     left.append(packed)
                     continue
-                places[bucket.name] = offset
-                slots.append(self.transfer.slot(bucket.flat, self.memory[offset : offset + bucket.nbytes]))
+                places[bucket.name] = place
+                slots.append(self.transfer.slot(bucket.flat, self.arena.view(place, bucket.nbytes)))
                 self.transfer.prefetch(slots[-1])
                 self.transfer.wait(slots[-1])
-                offset += bucket.nbytes
-            views.append((packed, weight.device_view(self.memory, places[bucket.name])))
+                offset = place + bucket.nbytes
+            views.append((packed, weight.device_view(*self.arena.find(places[bucket.name], bucket.nbytes))))
         return views, slots, left
 
     def _step(self, i: int, unit: int, rest: set[int]) -> Step:

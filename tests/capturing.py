@@ -89,11 +89,13 @@ class Capturer:
         """Nothing that is captured runs, so the arena is then as it was."""
         self.captures += 1
         assert self._engine is not None
-        before = self._engine.arena.memory.clone()
+        memory = [piece.memory for piece in self._engine.arena.pieces if piece.memory is not None]
+        before = [piece.clone() for piece in memory]
         try:
             results = work()
         finally:
-            self._engine.arena.memory.copy_(before)
+            for piece, former in zip(memory, before, strict=True):
+                piece.copy_(former)
         self.graphs.append(self._kind(self, work, results))
         return self.graphs[-1], results
 

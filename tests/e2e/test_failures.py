@@ -18,7 +18,6 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api
-from fxoffload.arena import Arena
 from fxoffload.attached import attachment_of
 from fxoffload.engine import Engine, find_engine
 from fxoffload.errors import OffloadError, OffloadWarning
@@ -26,6 +25,7 @@ from fxoffload.hostmemory import HostMemory
 from fxoffload.store import HostStore
 from tests.checks import assert_state, assert_streams, halve, offload, snapshot
 from tests.models import Toy, rows, seeded, toy
+from tests.sharing import refusing
 
 HOWS = pytest.mark.parametrize("how", ["eager", "compiled"])
 
@@ -55,22 +55,14 @@ def right(run: Any, plain: Toy, n: int = 3) -> None:
 
 
 @HOWS
-def test_an_arena_that_the_device_refuses(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_that_the_device_refuses(how: str) -> None:
     model, plain = toy(6), toy(6)
     run = offloaded(model, how)
     right(run, plain)
     budget, before = fxoffload.get_plan(model).budget_nbytes, snapshot(model)
-    allocate = Arena.allocate
-
-    def refuse(self: Arena, nbytes: int) -> None:
-        allocate(self, 0)
-        if nbytes:
-            raise torch.OutOfMemoryError("no")
-
     for other in (budget - 2048, budget + 4096):
         fxoffload.set_memory_budget(model, other)
-        with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(Arena, "allocate", refuse)
+        with refusing(1), torch.no_grad():
             for _ in range(2):
                 with pytest.raises(OffloadError) as caught:
                     run(rows(0))

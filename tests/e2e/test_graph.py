@@ -264,7 +264,7 @@ def test_all_goes_with_the_model() -> None:
     engine = api.engine_of(model)
     watched = [
         weakref.ref(engine),
-        weakref.ref(engine.arena.memory),
+        weakref.ref(engine.arena.pieces[0].memory),
         weakref.ref(model),
         weakref.ref(capturer_of(model).graphs[0]),
     ]
@@ -281,7 +281,7 @@ def test_the_arena_goes_at_once_when_the_budget_changes() -> None:
     compiled = graphed(model)
     for _ in range(3):
         compiled(rows(0))
-    memory = weakref.ref(api.engine_of(model).arena.memory)
+    memory = weakref.ref(api.engine_of(model).arena.pieces[0].memory)
     gc.disable()
     try:
         fxoffload.set_memory_budget(model, budgets(model)["smallest"])
@@ -301,5 +301,5 @@ def test_an_engine_counts_what_its_captures_hold(captures: dict[str, Any]) -> No
     assert engine.arena_nbytes == engine.arena.nbytes
     compiled(rows(0))
     assert engine.arena_nbytes == engine.arena.nbytes + 1000
-    engine.give_up_arena()
+    engine.shrink_arena(0)
     assert engine.arena_nbytes == 0

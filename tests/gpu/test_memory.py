@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxoffload
+from fxoffload import pieces
 from tests.checks import assert_state, assert_streams, snapshot
 from tests.gpu.helpers import DEVICE, ON_GPU, given, late_copies, offload, peak_in, settle, slots, toy, use_budget
 from tests.models import Toy, seeded
@@ -56,6 +57,33 @@ def test_the_peak_stays_under_the_budget(mebibytes: int) -> None:
         assert peak > budget // 2, "the budget is used"
     else:
         assert plan.streamed_nbytes == 0
+
+
+@torch.no_grad()
+def test_models_in_turn_stay_under_their_budget_and_keep_what_is_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 32 << 20)
+    budget, d = 640 << 20, 1024
+    shared = fxoffload.Budget(budget)
+    models = [seeded(lambda: Toy(36, d).bfloat16(), seed) for seed in range(2)]
+    x = given(0, d=d, n=512)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(DEVICE)
+    runs = [offload(model, memory_budget=shared) for model in models]
+    expected: list[torch.Tensor] = []
+    for run in runs:
+        settle(run, x)
+        expected.append(run(x).clone())
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    for _ in range(4):
+        for model, run, wanted in zip(models, runs, expected, strict=True):
+            assert torch.equal(run(x), wanted)
+            stats, plan = fxoffload.stats(model), fxoffload.get_plan(model)
+            assert plan.streamed_nbytes == 0
+            assert 0 < stats.nbytes_copied < plan.resident_nbytes
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_reserved(DEVICE) - before
+    assert peak <= budget, f"{peak >> 20} MiB of {budget >> 20}"
 
 
 TUNED = {

@@ -29,7 +29,7 @@ def test_all_goes_with_the_model() -> None:
     halve(model)
     compiled(rows(1))
     engine = api.engine_of(model)
-    watched = [weakref.ref(x) for x in (engine, engine.arena, engine.store, engine.arena.memory, model)]
+    watched = [weakref.ref(x) for x in (engine, engine.arena, engine.store, engine.arena.pieces[0].memory, model)]
     watched += [weakref.ref(x) for x in api.bindings_of(model)]
     watched += [weakref.ref(bucket.flat) for bucket in engine.store.buckets.values()]
     del engine, model, compiled
