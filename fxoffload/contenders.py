@@ -9,7 +9,7 @@
 
 Matched memory. Ours take the budget as it is, and a row counts where its reserved peak is within it. Peers have no budget:
 
-    Cache-DiT            `cache-dit-fitted-*` look for flags. The first try keeps nothing resident, and its reserved peak says
+    Cache-DiT            `cache-dit-fitted` looks for flags. The first try keeps nothing resident, and its reserved peak says
                          what the rest takes; each further try keeps as many more targets as the budget has room for by their mean
                          size, or fewer where the peak was over it. The largest peak within the budget counts, else the smallest.
                          Look-ahead is capped at two of the largest targets; residents are spread as evenly as its bins allow.
@@ -89,13 +89,6 @@ def _cache_dit(name: str, what: str, *settings: Setting, **options: Any) -> Cont
     return Contender(name, f"Cache-DiT, {what}", peers.CacheDit, options, settings, needs=("cache_dit",))
 
 
-def _fitted(targets: str) -> Contender:
-    return Contender(
-        f"cache-dit-fitted-{targets}", f"Cache-DiT by {targets}, flags that fit the budget", peers.CacheDitFitted,
-        {"targets": targets}, by_budget=True, needs=("cache_dit",), together=True,
-    )  # fmt: skip
-
-
 def _groups() -> list[Contender]:
     found: list[Contender] = []
     for level in ("block", "leaf"):
@@ -139,8 +132,10 @@ CONTENDERS: dict[str, Contender] = {
         _cache_dit("cache-dit-sync", "its defaults", {}),
         _cache_dit("cache-dit-published", "its published flags", *_PUBLISHED),
         _cache_dit("cache-dit-compiled", "its published flags, compiled", _PUBLISHED_COMPILED, compiled=True),
-        _fitted("blocks"),
-        _fitted("leaves"),
+        Contender(
+            "cache-dit-fitted", "Cache-DiT, flags that fit the budget", peers.CacheDitFitted, {}, by_budget=True,
+            needs=("cache_dit",), together=True,
+        ),
         *_groups(),
         Contender("two-block-hooks", "two-block hooks (vLLM-Omni's scheme, our code)", peers.TwoBlocks, {}),
         Contender(
@@ -157,7 +152,7 @@ CONTENDERS: dict[str, Contender] = {
 }  # fmt: skip
 
 CORE = (
-    REFERENCE, "resident-compiled", "fxoffload-compiled", "fxoffload-eager", "cache-dit-published", "cache-dit-fitted-blocks",
+    REFERENCE, "resident-compiled", "fxoffload-compiled", "fxoffload-eager", "cache-dit-published", "cache-dit-fitted",
     "group-block-streams", "group-block-streams-compiled", "group-block-streams-record", "group-leaf-streams", "two-block-hooks",
     "two-block-hooks-compiled", "accelerate-sequential", "model-offload",
 )  # fmt: skip

@@ -12,7 +12,6 @@ from fxoffload.errors import ConfigError
 from fxoffload.sessions import FLAGS, Scene, Session, Setting
 from fxoffload.sizes import parse_size
 from fxoffload.twoblock import TwoBlockHooks
-from fxoffload.workloads import blocks_of
 
 _TRIES = 4
 _LOOK_AHEAD = 2
@@ -20,12 +19,11 @@ _LOOK_AHEAD = 2
 
 
 class CacheDit(Session):
-    """Cache-DiT's `layerwise_offload`; a setting is its keywords. Its targets are leaf modules, or blocks.
+    """Cache-DiT's `layerwise_offload`; a setting is its keywords. Its targets are leaf modules, as it chooses them.
 
-    What it has no target for (weights directly on a block or on the root) stays on the device.
+    It can be told to take blocks, but then its asynchronous transfers (1.5.3) move a block's own tensors alone, and those of the
+    modules inside stay on the host. What it has no target for (weights directly on a block or on the root) stays on the device.
     """
-
-    by_blocks = False
 
     def apply(self, setting: Setting) -> None:
         self._offload(setting)
@@ -36,29 +34,24 @@ class CacheDit(Session):
     def undo(self) -> None:
         self._handle.remove()
 
-    def targets(self) -> list[tuple[str, torch.nn.Module]]:
-        if self.by_blocks:
-            return blocks_of(self.scene.workload, self.scene.model)
-        return [(name, m) for name, m in self.scene.model.named_modules() if next(m.children(), None) is None]
+    def targets(self) -> list[torch.nn.Module]:
+        return [module for module in self.scene.model.modules() if next(module.children(), None) is None]
 
     def _offload(self, flags: Mapping[str, Any]) -> None:
         needs_accelerator(self.scene, "Cache-DiT's layerwise offload")
         cache_dit: Any = importlib.import_module("cache_dit")
-        targets = self.targets()
-        move_outside(self.scene.model, [module for _, module in targets], self.scene.device)
-        names = [name for name, _ in targets] if self.by_blocks else None
+        move_outside(self.scene.model, self.targets(), self.scene.device)
         self._handle = cache_dit.layerwise_offload(
-            self.scene.model, onload_device=self.scene.device, offload_device="cpu", module_names=names, **flags
+            self.scene.model, onload_device=self.scene.device, offload_device="cpu", **flags
         )
 
 
 class CacheDitFitted(CacheDit):
-    """Cache-DiT with flags that fill a budget. `targets`: `blocks` or `leaves`."""
+    """Cache-DiT with flags that fill a budget."""
 
-    def __init__(self, scene: Scene, *, targets: str) -> None:
+    def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
-        self.by_blocks = targets == "blocks"
-        sizes = [sum(p.nbytes for p in module.parameters()) for _, module in self.targets()]
+        sizes = [sum(p.nbytes for p in module.parameters()) for module in self.targets()]
         self.target_nbytes = [nbytes for nbytes in sizes if nbytes]
 
     def apply(self, setting: Setting) -> None:

@@ -115,8 +115,8 @@ def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: 
 
     With `overlap`, the least found whose plan is not slow: the step is at most `NOT_SLOW` times the windowed bound, or the time
     of its copies. It holds any two segments' weights that stream one behind the other (the last and the first, too), so that a
-    copy can run beside compute, and up to two more of the largest; where these do not bring it, none of them. Without
-    asynchronous copies nothing overlaps, and it makes no difference.
+    copy can run beside compute, and up to two more of the largest; none of these where they do not bring it, or hold everything.
+    Without asynchronous copies nothing overlaps, and it makes no difference.
     """
     activations = _activations(costs, activation_nbytes)
     if overlap and knobs.async_transfer:
@@ -136,7 +136,8 @@ def _smallest_with_overlap(costs: Costs, knobs: Knobs, activations: int) -> int:
     two = max((problem.size(a | b) for a, b in pairwise([*streaming, *streaming[:1]])), default=most)
     least = activations + problem.size(residents) + two
     copy_ms = {bucket.name: bucket.copy_ms for bucket in costs.buckets}
-    for more in range(0, 2 * most + 1, max(align(most // 2), 1)):
+    everything = activations + problem.size(range(len(problem.nbytes)))
+    for more in range(0, min(2 * most + 1, everything - least), max(align(most // 2), 1)):
         plan = make_plan(costs, least + more, knobs, activation_nbytes=activations)
         if plan.step_ms <= NOT_SLOW * max(plan.bound_ms, sum(copy_ms[load.bucket] for load in plan.loads)):
             return least + more

@@ -12,10 +12,11 @@ import torch
 import fxoffload
 from fxoffload import OffloadError, OffloadWarning
 from fxoffload.graph import STRIKES
+from tests import models
 from tests.capturing import capturer_of, captures
 from tests.checks import EVERYTHING, assert_streams, budgets, offload, weight_nbytes
-from tests.e2e.test_graph import Failing, _failing, graphed, replays
-from tests.models import rows, seeded, toy
+from tests.e2e.test_graph import graphed, replays
+from tests.models import Failing, rows, seeded, toy
 
 __all__ = ["captures"]
 pytestmark = pytest.mark.usefixtures("captures")
@@ -36,11 +37,11 @@ def test_a_capture_that_fails() -> None:
     capture = capturer.capture
 
     def failing(work: Callable[[], Any]) -> Any:
-        _failing.append(RuntimeError("not permitted here\nmore lines"))
+        models.failing[0] = RuntimeError("not permitted here\nmore lines")
         try:
             return capture(work)
         finally:
-            _failing.clear()
+            models.failing.clear()
 
     capturer.capture = failing  # type: ignore[method-assign]
     with pytest.warns(OffloadWarning) as caught:

@@ -59,7 +59,7 @@ def results(rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         row("group-block-streams", step_ms=564.0, reserved_nbytes=int(2.4 * GIB)),
         row("two-block-hooks", step_ms=500.0, reserved_nbytes=int(1.9 * GIB), equal_to_reference=True, error=0.0),
         missing("cache-dit-sync"),
-        missing("cache-dit-fitted-blocks", setting={"budget": "4GiB"}),
+        missing("cache-dit-fitted", setting={"budget": "4GiB"}),
         missing("accelerate-sequential", "it was ended after 60 s", status="timeout"),
     ]
     return {

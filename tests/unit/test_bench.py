@@ -92,8 +92,8 @@ def test_published_flags_in_a_process_each(tmp_path: Path) -> None:
 
 
 def test_flags_that_the_first_repeat_found_serve_the_others(tmp_path: Path) -> None:
-    measure(tmp_path, "--contenders", "cache-dit-fitted-blocks", "--budgets", "2GiB")
-    fake = measure(tmp_path, "--contenders", "cache-dit-fitted-blocks", "--budgets", "2GiB", "--repeats", "2")
+    measure(tmp_path, "--contenders", "cache-dit-fitted", "--budgets", "2GiB")
+    fake = measure(tmp_path, "--contenders", "cache-dit-fitted", "--budgets", "2GiB", "--repeats", "2")
     (task,) = fake.tasks
     assert (task.repeat, task.settings) == (1, ({"budget": "2GiB", FLAGS: {"persistent_buckets": 5}},))
     rows = Results.open(tmp_path / "r.json").rows

@@ -52,7 +52,7 @@ Resident and compiled, 130.0 ms a step; link 55.0 GB/s; activations 512.00 MiB.
 | 2.00 GiB | 397.3 | fxoffload-compiled | 402.0 | two-block-hooks | 500.0 | 1.90 | 1.24 |
 | 4.00 GiB | 371.8 | fxoffload-compiled | 370.0 | two-block-hooks | 500.0 | 1.90 | 1.35 |
 
-- not measured, missing: cache_dit is not installed: cache-dit-sync; cache-dit-fitted-blocks 4GiB
+- not measured, missing: cache_dit is not installed: cache-dit-sync; cache-dit-fitted 4GiB
 - not measured, timeout: it was ended after 60 s: accelerate-sequential""",
         )
 
@@ -62,7 +62,7 @@ def section(*rows) -> str:
 
 
 def test_flags_that_were_found_stand_beside_the_budget() -> None:
-    text = section(row("cache-dit-fitted-blocks", setting={"budget": "4GiB"}, flags={"persistent_buckets": 7}))
+    text = section(row("cache-dit-fitted", setting={"budget": "4GiB"}, flags={"persistent_buckets": 7}))
     assert "| 4GiB (persistent_buckets=7) |" in text
 
 

@@ -101,9 +101,7 @@ def test_what_is_outside_moves() -> None:
     assert {p.device.type for p in model.get_submodule("blocks").parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize(
-    "contender", ["cache-dit-sync", "cache-dit-fitted-leaves", "group-leaf-streams", "group-block-streams-record"]
-)
+@pytest.mark.parametrize("contender", ["cache-dit-sync", "cache-dit-fitted", "group-leaf-streams", "group-block-streams-record"])
 def test_on_the_cpu_device_some_say_that_they_cannot(scene: Scene, contender: str) -> None:
     found = CONTENDERS[contender]
     session = found.session(scene, **found.options)
