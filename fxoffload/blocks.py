@@ -13,7 +13,7 @@ that is alive across the cut,
     0            otherwise, as between a matrix product and the next
 
 and a segment more costs `SEGMENT_NBYTES`, the traffic that its launch overhead is worth. Dynamic programming over the cuts
-of one group minimises the sum.
+of one group minimises the sum. No cut parts a view of a weight, or a wrapper made of its parts, from what reads it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fxoffload.facts import Facts, NodeFacts
 from fxoffload.names import claim, identifier
 
 SEGMENT_NBYTES = 16 << 20
+_NEVER = 1 << 62
 _INDEXED = re.compile(r"^(?:(?P<container>.*)\.)?\d+$")
 
 
@@ -136,6 +137,9 @@ def _cut(
     if sum(new_nbytes) <= limit:
         return [nodes]
     cut_cost = _cut_costs(facts, nodes)
+    for start, end in _inseparable(nodes):
+        new_nbytes[start:end] = [sum(new_nbytes[start:end]), *[0] * (end - start - 1)]
+        cut_cost[start + 1 : end] = [_NEVER] * (end - start - 1)
     # A cut pays only right before a node that brings a weight: anywhere else the next such node would do as well.
     starts = [i for i, nbytes in enumerate(new_nbytes) if nbytes]
     candidates = sorted({0, len(nodes), *(c for i in starts[1:] for c in _places(cut_cost, i, starts))})
@@ -154,6 +158,27 @@ def _cut(
         bounds.append(best[bounds[-1]][1])
     bounds.reverse()
     return [nodes[a:b] for a, b in pairwise(bounds)]
+
+
+def _inseparable(nodes: Sequence[NodeFacts]) -> list[tuple[int, int]]:
+    """Ranges from a view of a weight to behind its reader: a view that crossed to another segment would keep its weight resident.
+
+    Its reader is the next node that has the weight and is no view itself (`sink`).
+    """
+    ranges: list[tuple[int, int]] = []
+    for i, node in enumerate(nodes):
+        if node.kind != "view" or not node.weights:
+            continue
+        reader = next((j for j in range(i + 1, len(nodes)) if _reads(nodes[j], node.weights)), i)
+        if ranges and i < ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], reader + 1))
+        else:
+            ranges.append((i, reader + 1))
+    return ranges
+
+
+def _reads(node: NodeFacts, weights: Collection[str]) -> bool:
+    return node.kind != "view" and not set(node.weights).isdisjoint(weights)
 
 
 def _places(cut_cost: list[int], start: int, starts: list[int]) -> list[int]:

@@ -190,10 +190,10 @@ def _nf4() -> nn.Module:
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], float]] = {
-    "int8": (lambda: _by_torchao("Int8WeightOnlyConfig", version=2), 1 / 4),
+    "int8": (lambda: _by_torchao("Int8WeightOnlyConfig", version=2, set_inductor_config=False), 1 / 4),
     "int8 dynamic": (lambda: _by_torchao("Int8DynamicActivationInt8WeightConfig"), 1 / 4),
     "int4 in int8": (lambda: _by_torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4), 1 / 4),
-    "float8": (lambda: _by_torchao("Float8WeightOnlyConfig"), 1 / 4),
+    "float8": (lambda: _by_torchao("Float8WeightOnlyConfig", set_inductor_config=False), 1 / 4),
     "float8 dynamic": (_float8_dynamic, 1 / 4),
     "nf4": (_nf4, 1 / 8),
     "scaled": (lambda: requantized(_toy(), Scaled.of), 1 / 4),

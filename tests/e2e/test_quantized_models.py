@@ -161,6 +161,29 @@ class Early(nn.Module):
         return x, self.blocks[1].weight, self.blocks[2].weight.t()
 
 
+class Transposed(Block):
+    """A plain weight by its transpose, beside a bias that the same product reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up: torch.Tensor = torch.addmm(self.up.bias, x, self.up.weight.t())
+        return x + self.down(F.gelu(up))
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_blocks_that_are_cut_keep_nothing(quantized: bool) -> None:
+    """A cut between a wrapper, or a view, and the product that reads it would make the weight cross, and stay.
+
+    The limit is what a weight takes without its bias.
+    """
+    model = seeded(lambda: nn.Sequential(*(Block(D) if quantized else Transposed(D) for _ in range(4))))
+    model = requantized(model, Scaled.of) if quantized else model
+    limit = 2 * D * D + 4 * 2 * D if quantized else 4 * 2 * D * D
+    check_budgets(model, [given(k) for k in range(3)], max_bucket_bytes=limit)
+    costs = api.last_binding(model).costs
+    assert len(costs.segments) >= 8
+    assert [bucket.name for bucket in costs.buckets if bucket.keep] == []
+
+
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_views_before_the_loop_and_weights_returned(compiler: str) -> None:
     model = requantized(seeded(Early), Scaled.of)
