@@ -13,6 +13,8 @@ times of a resident forward, scaled to the resident step, and the link as measur
 before the other rows and after them. Budget `smallest` is the least that is not slow, by the plan.
 
 Weights are made and quantized on the device, then moved to the host: `quantize_s` is that of the quantization.
+
+int8 on CUDA needs `--compiler aot_eager`: Inductor's kernel for such products takes seconds each at this size (README, Limits).
 """
 
 from __future__ import annotations
