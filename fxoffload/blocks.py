@@ -13,7 +13,8 @@ that is alive across the cut,
     0            otherwise, as between a matrix product and the next
 
 and a segment more costs `SEGMENT_NBYTES`, the traffic that its launch overhead is worth. Dynamic programming over the cuts
-of one group minimises the sum. No cut parts a view of a weight, or a wrapper made of its parts, from what reads it.
+of one group minimises the sum. No cut parts a view of a weight, or a wrapper made of its parts, from what reads it, nor what
+`vmap` runs at once.
 """
 
 from __future__ import annotations
@@ -99,13 +100,18 @@ def _block_of(node: NodeFacts, blocks: set[str]) -> str:
 
 
 def _groups(facts: Facts, declared: Collection[str]) -> list[tuple[str, list[NodeFacts]]]:
-    """Consecutive nodes of one block, or of none; glue without weights rides with the group before it."""
+    """Consecutive nodes of one block, or of none; glue without weights rides with the group before it.
+
+    What `vmap` runs stays in the group in which it begins, blocks too.
+    """
     blocks = {path for node in facts.nodes for _, path, _ in node.path}.intersection(declared) or _discover(facts)
     groups: list[tuple[str, list[NodeFacts]]] = []
+    depth = 0
     for node in facts.nodes:
         block = _block_of(node, blocks)
         is_glue = not block and not node.weights
-        if groups and (groups[-1][0] == block or is_glue):
+        is_inside, depth = depth > 0, depth + _nesting(node)
+        if groups and (groups[-1][0] == block or is_glue or is_inside):
             groups[-1][1].append(node)
         else:
             groups.append((block, [node]))
@@ -161,20 +167,34 @@ def _cut(
 
 
 def _inseparable(nodes: Sequence[NodeFacts]) -> list[tuple[int, int]]:
-    """Ranges from a view of a weight to behind its reader: a view that crossed to another segment would keep its weight resident.
+    """Ranges of nodes that no cut parts: a view of a weight and what reads it, and all that `vmap` runs at once.
 
-    Its reader is the next node that has the weight and is no view itself (`sink`).
+    A view that crossed to another segment would keep its weight resident. Its reader is the next node that has the weight and is
+    no view itself (`sink`).
     """
     ranges: list[tuple[int, int]] = []
+    depth = opened = 0
     for i, node in enumerate(nodes):
-        if node.kind != "view" or not node.weights:
-            continue
-        reader = next((j for j in range(i + 1, len(nodes)) if _reads(nodes[j], node.weights)), i)
-        if ranges and i < ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], reader + 1))
-        else:
+        if node.kind == "view" and node.weights:
+            reader = next((j for j in range(i + 1, len(nodes)) if _reads(nodes[j], node.weights)), i)
             ranges.append((i, reader + 1))
-    return ranges
+        before, depth = depth, depth + _nesting(node)
+        if not before:
+            opened = i
+        elif not depth:
+            ranges.append((opened, i + 1))
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _nesting(node: NodeFacts) -> int:
+    """1 where `vmap`, or another transform of `torch.func`, begins; -1 where it ends."""
+    return node.target.endswith("_increment_nesting") - node.target.endswith("_decrement_nesting")
 
 
 def _reads(node: NodeFacts, weights: Collection[str]) -> bool:

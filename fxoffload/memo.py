@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxoffload.sink import is_in_place
-from fxoffload.storages import storage_of
+from fxoffload.storages import is_mapped, storage_of
 from fxoffload.wrappers import is_wrapper
 
 
@@ -70,7 +70,7 @@ def _key(node: fx.Node, operands: Sequence[Any]) -> Any:
     storages: dict[int, int] = {}
     layouts: list[Any] = []
     for value in operands:
-        if not isinstance(value, torch.Tensor) or is_wrapper(value) or value.is_complex() or not _is_static(value):
+        if not _is_plain(value):
             return None
         shared = storages.setdefault(storage_of(value), len(storages))
         layouts.append((tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype, value.device, shared))
@@ -79,8 +79,10 @@ def _key(node: fx.Node, operands: Sequence[Any]) -> Any:
     return node.target, constants, tuple(layouts)
 
 
-def _is_static(tensor: torch.Tensor) -> bool:
-    return all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or is_wrapper(value) or is_mapped(value) or value.is_complex():
+        return False
+    return all(isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset()))
 
 
 def _results(leaves: Sequence[Any], operands: Sequence[Any]) -> tuple[_Result, ...] | None:
@@ -88,7 +90,7 @@ def _results(leaves: Sequence[Any], operands: Sequence[Any]) -> tuple[_Result, .
     fresh: set[int] = set()
     results: list[_Result] = []
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or is_wrapper(leaf) or leaf.is_complex() or not _is_static(leaf):
+        if not _is_plain(leaf):
             return None
         source = source_of.get(storage_of(leaf))
         if source is None:

@@ -19,6 +19,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether `vmap` runs, and hides a dimension of the tensor. It has no storage; what is below it has."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def plain_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in a value of a node, with the inner tensors of wrappers in their place."""
     return [plain for t in tree_leaves(value) if isinstance(t, torch.Tensor) for plain in _plain(t)]
@@ -30,6 +35,8 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    while is_mapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     if not is_wrapper(tensor):
         yield tensor
         return
