@@ -1,6 +1,6 @@
 """Which storage a tensor lies in, and which tensors a value is: two tensors alias when their storage is the same."""
 
-# Private names of torch: storage identity, pytrees. Checked on torch 2.11 and 2.13.
+# Private names of torch: storage identity, pytrees, and what `vmap` wraps. Checked on torch 2.11 and 2.13.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from fxoffload.wrappers import flatten, is_wrapper
@@ -21,7 +22,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether `vmap` runs, and hides a dimension of the tensor. It has no storage; what is below it has."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_functorch_wrapped_tensor(tensor)
 
 
 def plain_tensors(value: Any) -> list[torch.Tensor]:
@@ -36,7 +37,7 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     while is_mapped(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = get_unwrapped(tensor)
     if not is_wrapper(tensor):
         yield tensor
         return
