@@ -188,7 +188,7 @@ class Binding(Planned):
         engine = self.engine
         inputs = [args[position] for position, _, _ in self.program.inputs]
         shared = engine.shared_budget(self.config)
-        with engine.lock, shared.lock if shared is not None else nullcontext():
+        with engine.lock, shared.running(engine) if shared is not None else nullcontext():
             # There may be a thousand: they are picked again only where some have no bytes.
             tensors = weights if len(weights) == len(self._packed) else self._pick(args)
             wrappers = self._pick_wrappers(args)

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Protocol
 
 from fxoffload import forks
+from fxoffload.errors import OffloadError
 
 
 class Member(Protocol):
@@ -55,7 +58,28 @@ class Budget:
 
     def after_fork(self) -> None:
         """In a forked child nobody holds the lock that a thread of the parent may have held."""
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        self._runners: list[Member] = []
+        """Whose forwards are under way, the innermost last: the later ones are called by the earlier ones."""
+
+    def begin(self, runner: Member) -> None:
+        """A forward of a model begins. Waits until no other thread runs a model under this budget."""
+        self._lock.acquire()
+        self._runners.append(runner)
+
+    def end(self) -> None:
+        """The forward that began last is over."""
+        self._runners.pop()
+        self._lock.release()
+
+    @contextmanager
+    def running(self, runner: Member) -> Generator[None]:
+        """From `begin` to `end`."""
+        self.begin(runner)
+        try:
+            yield
+        finally:
+            self.end()
 
     def settle(self, member: Member, nbytes: int) -> int:
         """The budget in bytes: `nbytes` at the first call, and the same ever after. From now on `member` is known."""
@@ -68,11 +92,17 @@ class Budget:
         """Before `runner` allocates: idle models give back what does not fit beside `peak_nbytes` of the budget.
 
         What the allocator kept of the model that ran before is freed too: pieces of it fit another model's activations badly.
+        Raises OffloadError where one that is called by another model's forward would need that one's memory.
         """
         spare = budget_nbytes - peak_nbytes
         idle = [member for member in self._members if member is not runner and member.is_under(self)]
         # The smallest first: more models keep all that they have.
         for member in sorted(idle, key=lambda member: member.arena_nbytes):
+            if member in self._runners and member.arena_nbytes > max(spare, 0):
+                raise OffloadError(
+                    f"budget: {self!r}: a model is called by another one's forward, and the weights of both do not fit into the "
+                    "budget that they share; give the inner one a memory_budget of its own"
+                )
             member.shrink_arena(max(spare, 0))
             spare -= member.arena_nbytes
         if self._last is not None and self._last() is not runner:

@@ -249,7 +249,7 @@ class Attachment:
         args, kwargs = self._to_onload((args, kwargs))
         shared = self.engine.shared_budget(self.config)
         if shared is not None:
-            shared.lock.acquire()
+            shared.begin(self.engine)
         try:
             inputs = [*tensors_in((args, kwargs))]
             try:
@@ -259,7 +259,7 @@ class Attachment:
                 follower.begin(inputs, ordered=ordered)
         except BaseException:
             if shared is not None:
-                shared.lock.release()
+                shared.end()
             raise
         self._running = follower
         return args, kwargs
@@ -281,7 +281,7 @@ class Attachment:
             follower.end(completed=completed)
         finally:
             if shared is not None:
-                shared.lock.release()
+                shared.end()
 
     def _end_alone(self, *, completed: bool) -> None:
         if self._alone is not None:

@@ -222,3 +222,24 @@ def test_a_restore_that_fails_leaves_nothing_to_trust() -> None:
     a.engine.transfer.copy = copy
     a(1)
     a(2)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_model_that_another_one_calls_takes_nothing_from_it(compiled: bool) -> None:
+    small, large = fxoffload.Budget("50KiB"), fxoffload.Budget("1MiB")
+    outer, inner = Member(6, large, compiled=False), Member(5, large, seed=1, compiled=compiled)
+    settle([outer, inner])
+    hook = outer.model.blocks[2].register_forward_hook(lambda *_: inner(1))
+    outer()
+    for member in (outer, inner):
+        fxoffload.set_memory_budget(member.model, small)
+    with pytest.raises(OffloadError, match=r"^budget: Budget\(51200\): a model is called by another one's forward, .* its own$"):
+        outer()
+    fxoffload.set_memory_budget(inner.model, "50KiB")
+    outer()
+    hook.remove()
+    fxoffload.set_memory_budget(inner.model, small)
+    for k in range(3):
+        outer(k)
+        inner(k)
+        assert total([outer, inner]) <= 50 << 10
