@@ -20,7 +20,8 @@ from fxoffload.buckets import ALIGNMENT, align
 from fxoffload.cost import Costs
 from fxoffload.plan import Plan
 from fxoffload.planner import Knobs, make_plan, smallest_budget
-from fxoffload.sizes import GIB
+from fxoffload.show import table
+from fxoffload.sizes import GIB, show_size
 from fxoffload.timeline import windowed_bound
 
 FREE = 1.01
@@ -84,6 +85,19 @@ class Curve:
     compute_ms: float
     knee_nbytes: int
     """Where the naive bound meets the compute time; 0 where it is compute at every budget."""
+
+    def __str__(self) -> str:
+        knee = f"  knee of the naive bound {show_size(self.knee_nbytes)}" if self.knee_nbytes else ""
+        rows = [
+            (
+                show_size(p.budget_nbytes),
+                *(f"{ms:.4g}" for ms in (p.step_ms, p.bound_ms, p.naive_ms)),
+                show_size(p.streamed_nbytes),
+            )
+            for p in self.points
+        ]
+        names = ("budget", "step ms", "bound ms", "naive bound ms", "streamed a step")
+        return f"curve  compute {self.compute_ms:.4g} ms{knee}\n{table(names, rows, fold=False)}"
 
 
 @dataclass(frozen=True, slots=True)

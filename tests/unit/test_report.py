@@ -219,6 +219,12 @@ def test_curve() -> None:
     assert [p.budget_nbytes for p in curve.points] == sorted(p.budget_nbytes for p in curve.points)
     assert curve.points[-1].streamed_nbytes == 0
     assert all(p.step_ms >= p.bound_ms - 1e-9 and p.bound_ms >= p.naive_ms - 1e-9 for p in curve.points)
+    head, names, *rows = str(curve).splitlines()
+    assert head == f"curve  compute {curve.compute_ms:.4g} ms"
+    knee = dataclasses.replace(curve, knee_nbytes=3 << 20)
+    assert str(knee).startswith(f"{head}  knee of the naive bound 3.00 MiB\n")
+    assert names.split()[:3] == ["budget", "step", "ms"]
+    assert [row.split()[2] for row in rows] == [f"{p.step_ms:.4g}" for p in curve.points]
     landmarks = found.landmarks
     assert landmarks.free is not None
     assert landmarks.free.step_ms <= 1.01 * curve.compute_ms
