@@ -238,7 +238,7 @@ def _foreign() -> torch.Tensor:
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "random": (lambda: torch.rand(6, 6) > -1, "aten::rand"),
     "random choice": (lambda: torch.bernoulli(torch.ones(6, 6)) > 0, "aten::bernoulli"),
-    "not initialized": (lambda: torch.empty(6, 6) * 0 == 0, "aten::empty.memory_format"),
+    "not initialized": (lambda: torch.empty(6, 6).isnan() | True, "aten::empty.memory_format"),
     "in place": (lambda: torch.zeros(6, 6).add_(1) > 0, ""),
     "written": (_written, ""),
     "written through a view": (_written_through_a_view, ""),
