@@ -114,7 +114,7 @@ def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
     base = Task(
         "", "", (), batch=arguments.batch, device=device.type, steps=arguments.steps, warmup=arguments.warmup,
         compiler=arguments.compiler or ("aot_eager" if on_cpu else "inductor"), folder=str(_folder(arguments)),
-        lock="" if arguments.lock is None else str(arguments.lock.resolve()),
+        lock=arguments.lock and arguments.lock.resolve(),
     )  # fmt: skip
     return Run(
         workloads,

@@ -66,7 +66,7 @@ class Task:
     warmup: int = 2
     folder: str = ""
     """Holds the reference's output, compile caches and logs."""
-    lock: str = ""
+    lock: Path | None = None
     """A file; who gives the same one times steps in turn (`timing.turn`)."""
 
     @property
@@ -80,10 +80,6 @@ class Task:
     @property
     def log(self) -> Path:
         return Path(self.folder) / "logs" / f"{self.workload}-{self.contender}-{self.repeat}.txt"
-
-    @property
-    def turns(self) -> Path | None:
-        return Path(self.lock) if self.lock else None
 
     def row(self, setting: Setting, **fields: Any) -> Row:
         """A row. Flags that were found for a budget are no part of the setting that it is about."""
@@ -156,7 +152,7 @@ def _measure_setting(task: Task, session: Session, setting: Setting, send: Send,
             break
         if not tried:
             row["first"] = is_first
-            with timing.turn(task.turns):
+            with timing.turn(task.lock):
                 bounds = session.bounds(row["step_ms"]) if is_first else None
             if bounds is not None:
                 send({"workload": task.workload, "batch": task.batch, "bounds": bounds})
@@ -184,7 +180,7 @@ def _measure(task: Task, session: Session, setting: Setting) -> Row:
     start = time.perf_counter()
     _, setup_s = timing.timed(lambda: session.apply(setting), device)
     _, first_call_s = timing.timed(session.call, device)
-    with timing.turn(task.turns):
+    with timing.turn(task.lock):
         for _ in range(task.warmup + session.warmups):
             session.call()
         timing.synchronize(device)
