@@ -1,7 +1,7 @@
 """Contenders of `fxoffload bench` by name: how each is set up on a model, and with which settings it is measured.
 
     resident-*           every weight on the device; eager, and compiled block by block
-    fxoffload-*          this project without and with a compiler, over budgets
+    fxoffload-*          this project without and with a compiler, and with each forward captured as a CUDA graph, over budgets
     cache-dit-*          Cache-DiT's layerwise offload: its published flags, and flags that fit the budgets
     group-*              diffusers' group offloading by blocks or leaves, without streams, with streams, with `record_stream`
     two-block-*          the scheme of vLLM-Omni's layerwise offloading, our code from its description (`twoblock`)
@@ -128,6 +128,10 @@ CONTENDERS: dict[str, Contender] = {
             "resident-compiled", "resident, compiled blocks", sessions.Resident, {"compiled": True}, starts_resident=True
         ),
         Contender("fxoffload-compiled", "fxoffload, compiled", sessions.Compiled, {}, by_budget=True, together=True),
+        Contender(
+            "fxoffload-captured", "fxoffload, compiled, a whole forward as one CUDA graph", sessions.Compiled,
+            {"cuda_graph": True}, by_budget=True, together=True,
+        ),
         Contender("fxoffload-eager", "fxoffload, eager", sessions.Eager, {}, by_budget=True, together=True),
         _cache_dit("cache-dit-sync", "its defaults", {}),
         _cache_dit("cache-dit-published", "its published flags", *_PUBLISHED),

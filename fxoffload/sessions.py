@@ -134,7 +134,7 @@ class Ours(Session):
 
 
 class Compiled(Ours):
-    """The backend, with more of its options: compiled once, then planned anew for each budget."""
+    """The backend, with more of its options, such as `cuda_graph`: compiled once, then planned anew for each budget."""
 
     def __init__(self, scene: Scene, **options: Any) -> None:
         super().__init__(scene)
@@ -151,6 +151,9 @@ class Compiled(Ours):
 
     def bounds(self, step_ms: float) -> dict[str, Any] | None:
         """The windowed bound: this program's segment times, as a share of `step_ms`, and the link as it is now."""
+        if self._options.get("cuda_graph"):
+            # A replay has no segments that could be timed; `fxoffload-compiled` runs the same ones.
+            return None
         model = self.scene.model
         costs = api.profile(model, self.call)
         link = link_bytes_per_ms(model, self.scene.device) or costs.link_bytes_per_ms

@@ -98,7 +98,8 @@ def test_the_reference(task: Task) -> None:
     assert task.reference.is_file()
 
 
-@pytest.mark.parametrize("contender", ["fxoffload-compiled", "fxoffload-eager"])
+@pytest.mark.parametrize("contender", ["fxoffload-compiled", "fxoffload-captured", "fxoffload-eager"])
+@pytest.mark.filterwarnings("ignore:.*cuda_graph")
 def test_ours_over_budgets(task: Task, contender: str) -> None:
     sent(task)
     # What is refused leaves room for what comes next.
