@@ -1,8 +1,12 @@
-"""Measure the constants of a machine: link, copy latency, memory bandwidth, matrix and attention rates. Once, under a second.
+"""Measure the constants of a machine: link, copy and kernel latency, memory bandwidth, matrix and attention rates. Once, in under
+a second.
 
 The result is cached in the user's cache directory under a key of device name, driver and torch version. The CPU as a device
 has nominal constants, so that plans made for it are the same everywhere.
 """
+
+# `_scaled_mm` is what torch.nn.functional and torchao call, too.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -20,10 +24,12 @@ from fxoffload.machine import ATTENTION, MASKED_ATTENTION, Machine
 
 _COPY_NBYTES = 128 << 20
 _COPIES = 32
+_KERNELS = 8
 _LEAST_LATENCY_MS = 0.001
 _MATRIX = 4096
 _ATTENTION = (1, 16, 8192, 128)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FLOAT8 = torch.float8_e4m3fn
 
 
 @functools.cache
@@ -49,7 +55,7 @@ def cache_path(device: torch.device) -> Path:
     """`$XDG_CACHE_HOME/fxoffload/machine-<key>.json`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|4".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|5".encode()).hexdigest()[:16]
     return Path(root) / "fxoffload" / f"machine-{key}.json"
 
 
@@ -67,19 +73,23 @@ def measure(device: torch.device) -> Machine:
         small = torch.ones(16, 16, device=device, dtype=dtype)
         torch.matmul(small, small)
     large, pieces, move = _copies_ms(device)
-    latency, bytes_ms = fit_copies(large, pieces)
+    latency, bytes_ms = fit_pieces(large, pieces, _COPIES)
+    launch, _ = fit_pieces(*_products_ms(device), _KERNELS)
     rates = {_name(dtype): _matrix_tflop_s(device, dtype) for dtype in _DTYPES}
     for dtype in _DTYPES:
         if dtype.itemsize == 2:
             rates[_name(dtype) + ATTENTION] = _attention_tflop_s(device, dtype, masked=False)
             rates[_name(dtype) + MASKED_ATTENTION] = _attention_tflop_s(device, dtype, masked=True)
+    float8 = _float8_tflop_s(device)
+    if float8 is not None:
+        rates[_name(_FLOAT8)] = float8
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     machine = Machine(
         name=name,
         link_gb_s=_COPY_NBYTES / bytes_ms / 1e6,
         copy_latency_ms=latency,
         memory_gb_s=2 * _COPY_NBYTES / move / 1e6,
-        launch_ms=0.004,
+        launch_ms=launch,
         tflop_s=tuple(rates.items()),
     )
     torch.accelerator.empty_cache()
@@ -87,16 +97,33 @@ def measure(device: torch.device) -> Machine:
     return machine
 
 
-def fit_copies(large_ms: float, pieces_ms: float) -> tuple[float, float]:
-    """What each copy takes besides its bytes, and what the bytes take, from one large copy and `_COPIES` pieces of it in a row:
+def fit_pieces(large_ms: float, pieces_ms: float, count: int) -> tuple[float, float]:
+    """What each copy or kernel takes besides its bytes, and what these take, from a large one and `count` pieces of it in a row:
 
-        large = latency + bytes        pieces = _COPIES * latency + bytes
+        large = latency + bytes        pieces = count * latency + bytes
 
-    Times may be off: the latency is at least that of a call of the driver, and at most half of the large copy.
+    Times may be off: the latency is at least that of a call of the driver, and at most half of the large one.
     """
-    latency = (pieces_ms - large_ms) / (_COPIES - 1)
+    latency = (pieces_ms - large_ms) / (count - 1)
     latency = min(max(latency, _LEAST_LATENCY_MS), large_ms / 2)
     return latency, large_ms - latency
+
+
+def _products_ms(device: torch.device) -> tuple[float, float]:
+    """Times of the product of a large matrix with a vector, which reads weights once, and of its pieces one after the other.
+
+    They stand behind a kernel that keeps the device busy until the host has issued all of them.
+    """
+    matrix = torch.randn(_COPY_NBYTES // 2 // _MATRIX, _MATRIX, device=device).bfloat16()
+    square, vector = matrix[:_MATRIX], matrix[0]
+    pieces = matrix.chunk(_KERNELS)
+
+    def busy() -> None:
+        for _ in range(4):
+            torch.matmul(square, square)
+
+    large = _ms(device, lambda: torch.mv(matrix, vector), behind=busy)
+    return large, _ms(device, lambda: [torch.mv(piece, vector) for piece in pieces], behind=busy)
 
 
 def _copies_ms(device: torch.device) -> tuple[float, float, float]:
@@ -122,6 +149,21 @@ def _matrix_tflop_s(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * _MATRIX**3 / _ms(device, lambda: a @ b) / 1e9
 
 
+def _float8_tflop_s(device: torch.device) -> float | None:
+    """None where the device or this torch has no such products."""
+    a, b = (torch.randn(_MATRIX, _MATRIX, device=device).to(_FLOAT8) for _ in range(2))
+    one = torch.ones((), device=device)
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    try:
+        return 2 * _MATRIX**3 / _ms(device, product) / 1e9
+    except (RuntimeError, NotImplementedError) as error:
+        logger.info("calibrate: no float8 products: %s", error)
+        return None
+
+
 def _attention_tflop_s(device: torch.device, dtype: torch.dtype, *, masked: bool) -> float:
     batch, heads, tokens, width = _ATTENTION
     q, k, v = (torch.randn(*_ATTENTION, device=device).to(dtype) for _ in range(3))
@@ -134,12 +176,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _ms(device: torch.device, work: Callable[[], object], repeats: int = 5) -> float:
-    """Median time of some device work, after one warm-up."""
+def _ms(device: torch.device, work: Callable[[], object], repeats: int = 5, behind: Callable[[], object] | None = None) -> float:
+    """Median time of some device work, after one warm-up. `behind`: work that is issued before it each time, and not counted."""
     work()
     times: list[float] = []
     for _ in range(repeats):
         start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+        if behind is not None:
+            behind()
         start.record()
         work()
         end.record()

@@ -4,6 +4,8 @@ flops    = sum of torch's flop formulas over the ATen calls of the node         
            half of it for causal attention, whose kernels skip what is masked
 touched  = bytes of all tensors that those calls read or write, views excluded
 scratch  = bytes of the largest tensor that is made and dropped on the way, as a weight that is dequantized
+rate     = the dtype of the first operand of the last of those calls that have a formula: a wrapper's product may run in another
+           one than the tensors that the node reads
 """
 
 # Private names of torch: dispatch modes, operators, pytrees. Checked on torch 2.11 and 2.13.
@@ -30,8 +32,8 @@ from fxoffload.wrappers import is_wrapper
 
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
 
-Counts = tuple[sympy.Expr, sympy.Expr, sympy.Expr]
-"""Flops, bytes touched, and bytes of scratch."""
+Counts = tuple[sympy.Expr, sympy.Expr, sympy.Expr, "torch.dtype | None"]
+"""Flops, bytes touched, bytes of scratch, and the dtype that the flops run in; None where there are none."""
 
 
 class _Counter(TorchDispatchMode):
@@ -43,6 +45,7 @@ class _Counter(TorchDispatchMode):
         self.flops: sympy.Expr = sympy.Integer(0)
         self.touched: sympy.Expr = sympy.Integer(0)
         self.made: list[torch.Tensor] = []
+        self.dtype: torch.dtype | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -54,8 +57,10 @@ class _Counter(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             self.flops += size_expr(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+            self.dtype = args[0].dtype
         elif func.name().startswith(_SDPA):
             self.flops += size_expr(sdpa_flop(args[0].shape, args[1].shape, args[2].shape))
+            self.dtype = args[0].dtype
         # Dynamo asks fake tensors for their device and layout through operators of their own.
         if not func.is_view and func.namespace != "prim":
             tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
@@ -86,7 +91,7 @@ class CountingInterpreter(fx.Interpreter):
                 value = super(CountingInterpreter, self).run_node(n)
             flops = counter.flops / 2 if _is_causal(n) else counter.flops
             unwraps = n.op != "output" and any(map(is_wrapper, operands))
-            return value, (flops, counter.touched, counter.scratch(value) if unwraps else sympy.Integer(0))
+            return value, (flops, counter.touched, counter.scratch(value) if unwraps else sympy.Integer(0), counter.dtype)
 
         value, self.counts[n.name] = self._memo.run(n, operands, run)
         n.meta["val"] = value

@@ -29,7 +29,7 @@ MASKED_ATTENTION = "_masked_attention"
 class Machine:
     """Rates as sustained, not as advertised. `tflop_s` by name: what is not there runs at the next more general rate.
 
-    A dtype that is not there runs at the slowest.
+    A dtype that is not there runs at the slowest; one of 8 bits, in which only devices compute that have more of it, as bfloat16.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Machine:
         """TFLOP/s of a dtype's matrix products, or of its attention."""
         rates = dict(self.tflop_s)
         dtype = name.removesuffix(MASKED_ATTENTION).removesuffix(ATTENTION)
-        general = (name, *([dtype + ATTENTION] if name != dtype else []), dtype)
+        general = (name, *([dtype + ATTENTION] if name != dtype else []), dtype, *(["bfloat16"] if "float8" in dtype else []))
         return next((rates[known] for known in general if known in rates), min(rates.values()))
 
     def save(self, path: Path) -> None:

@@ -206,6 +206,7 @@ def _node_facts(node: fx.Node, counts: Counts, storage_of_weight: dict[int, str]
     scratch = ((-1 - len(seen), counts[2]),) if counts[2] else ()
     seen.update(storage for storage, _ in scratch)
     dtypes = [t.dtype for t in read_tensors if t.dtype.is_floating_point] or [t.dtype for t in own.values()]
+    dtype = counts[3] or next(iter(dtypes), None)
     return NodeFacts(
         name=node.name,
         target=torch.typename(node.target) if callable(node.target) else str(node.target),
@@ -215,6 +216,6 @@ def _node_facts(node: fx.Node, counts: Counts, storage_of_weight: dict[int, str]
         allocates=(*allocates, *scratch),
         flops=counts[0],
         touched_nbytes=counts[1],
-        rate=rate_of(node, str(dtypes[0]).removeprefix("torch.") if dtypes else ""),
+        rate=rate_of(node, "" if dtype is None else str(dtype).removeprefix("torch.")),
         kind=_kind(node, counts[0], bool(allocates)),
     )

@@ -10,6 +10,7 @@ theirs.
 in this run and the activations of the plan; `naive_bound_ms` is max(compute, streamed bytes / link). A device under load lowers
 its clocks, so the resident step is measured at the start, in the middle and at the end of the sweep, and is the median of all
 these steps. The link is the median over all rows: behind each, some GiB of weights are copied from where they lie, back to back.
+`kinds` has the predicted and the measured time of each kind of segment.
 The file is written anew behind every row, so that a run that is cut short leaves what it has.
 
 Budget `smallest` is the least that is not slow, by the plan (`fxoffload.smallest_budget`), `least` the least that runs at all.
@@ -38,7 +39,7 @@ import torch
 import fxoffload
 from fxoffload import api, timing
 from fxoffload.calibrate import machine_of
-from fxoffload.cost import Costs
+from fxoffload.cost import Costs, SegmentCost
 from fxoffload.hardware import driver
 from fxoffload.store import HostStore
 from fxoffload.timeline import windowed_bound
@@ -183,6 +184,7 @@ class Sweep:
             "activation_gib": self.binding.activation_nbytes / GIB,
             "predicted_ms": sum(p.cost.compute_ms for p in program.prices),
             "measured_compute_ms": sum(s.compute_ms for s in self.measured.segments),
+            "kinds": kinds([p.cost for p in program.prices], self.measured.segments),
             "resident_ms": [statistics.median(times) for times in resident],
             "rows": rows,
             "graphs_compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
@@ -283,6 +285,17 @@ class Sweep:
     def copy(self) -> torch.nn.Module:
         """The same model again, on the device."""
         return make_model(find_workload(self.args.workload), DEVICE)
+
+
+def kinds(planned: Sequence[SegmentCost], measured: Sequence[SegmentCost]) -> list[dict[str, Any]]:
+    """Predicted beside measured times of each kind of segment: those whose prediction and program are the same."""
+    found: dict[tuple[float, float], list[str]] = {}
+    for plan, real in zip(planned, measured, strict=True):
+        found.setdefault((plan.compute_ms, real.compute_ms), []).append(plan.name)
+    return [
+        {"first": names[0], "count": len(names), "predicted_ms": predicted, "measured_ms": ms}
+        for (predicted, ms), names in found.items()
+    ]
 
 
 def link_gb_s(model: torch.nn.Module) -> float:

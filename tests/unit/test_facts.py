@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fxoffload
 from fxoffload.errors import GradientError, WeightError
 from fxoffload.facts import Facts
+from fxoffload.machine import Machine
 from fxoffload.read import read_facts, span_nbytes
 from tests.models import seeded, toy
 from tests.tracing import CPU, read, trace
+from tests.wrapped import Scaled
 
 X = torch.ones(3, 16)
 NBYTES_X = 3 * 16 * 4
@@ -216,6 +219,31 @@ def test_attention_has_the_flops_of_its_two_products() -> None:
     mask = torch.ones(7, 5, dtype=torch.bool)
     masked = read(lambda q, k, m: F.scaled_dot_product_attention(q, k, k, attn_mask=m), q, k, mask)
     assert masked.node("scaled_dot_product_attention").rate == "float32_masked_attention"
+
+
+class Halves(Scaled):
+    """A wrapper whose products run in bfloat16, whatever they are given."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            return func(args[0].bfloat16(), args[1].value().bfloat16()).float()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(Scaled, "float32"), (Halves, "bfloat16")])
+def test_the_product_of_a_wrapper_has_the_rate_of_what_it_runs_in(kind: type[Scaled], rate: str) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(kind.of(torch.randn(16, 8)), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mm(x, self.weight)
+
+    facts = fxoffload.explain(Product(), X, machine=Machine.nominal(), memory_budget="1MiB").program.facts
+    (product,) = [node for node in facts.nodes if node.flops]
+    assert (product.flops, product.rate) == (2 * 3 * 16 * 8, rate)
 
 
 def test_causal_attention_computes_half() -> None:

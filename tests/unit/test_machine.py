@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxoffload import calibrate
-from fxoffload.calibrate import cache_path, fit_copies, machine_of
+from fxoffload.calibrate import cache_path, fit_pieces, machine_of
 from fxoffload.machine import Machine
 
 MACHINE = Machine("test", 50.0, 0.01, 2000.0, 0.005, (("bfloat16", 400.0), ("float32", 50.0)))
@@ -64,6 +64,7 @@ def test_what_has_no_rate_runs_at_the_next_more_general_one() -> None:
     assert [rate(name, masked) for name in (masked, plain, "bfloat16")] == [4.0, 4.0, 8.0]
     assert [rate(name, masked, plain) for name in (masked, plain, "bfloat16")] == [8.0, 8.0, 8.0]
     assert [rate(name) for name in ("float8_e4m3fn", "float8_e4m3fn_attention", "float16_masked_attention", "")] == [16, 16, 1, 1]
+    assert [rate(name, "float8_e4m3fn") for name in ("float8_e4m3fn", "float8_e4m3fn_attention")] == [8.0, 8.0]
 
 
 def copies_ms(latency_ms: float, bytes_ms: float) -> tuple[float, float]:
@@ -73,7 +74,7 @@ def copies_ms(latency_ms: float, bytes_ms: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("latency_ms", "bytes_ms"), [(0.002, 2.4), (0.01, 5.0), (0.1, 40.0)])
 def test_latency_and_link_are_found_in_the_times_of_copies(latency_ms: float, bytes_ms: float) -> None:
-    assert fit_copies(*copies_ms(latency_ms, bytes_ms)) == pytest.approx((latency_ms, bytes_ms))
+    assert fit_pieces(*copies_ms(latency_ms, bytes_ms), 32) == pytest.approx((latency_ms, bytes_ms))
 
 
 @pytest.mark.parametrize(
@@ -88,18 +89,30 @@ def test_latency_and_link_are_found_in_the_times_of_copies(latency_ms: float, by
 def test_whatever_the_times_of_copies_the_latency_and_the_link_are_positive(
     times_ms: tuple[float, float], latency_ms: float
 ) -> None:
-    assert fit_copies(*times_ms) == pytest.approx((latency_ms, times_ms[0] - latency_ms))
+    assert fit_pieces(*times_ms, 32) == pytest.approx((latency_ms, times_ms[0] - latency_ms))
 
 
-def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_float8", [True, False])
+def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch, has_float8: bool) -> None:
+    def product(a: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        if has_float8:
+            return a
+        raise RuntimeError("torch._scaled_mm is only supported on some devices")
+
     nbytes, nothing = 128 << 20, lambda *_, **__: 100.0
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr(calibrate, "_MATRIX", 16)
+    monkeypatch.setattr(calibrate, "_ms", lambda _, work: (work(), 1e-3)[1])
     monkeypatch.setattr(calibrate, "_copies_ms", lambda _: (*copies_ms(0.01, nbytes / 25e6), 2 * nbytes / 2e9))
+    monkeypatch.setattr(calibrate, "_products_ms", lambda _: (0.006 + 0.03, 8 * 0.006 + 0.03))
     monkeypatch.setattr(calibrate, "_matrix_tflop_s", nothing)
     monkeypatch.setattr(calibrate, "_attention_tflop_s", nothing)
     machine = calibrate.measure(CPU)
     assert (machine.copy_latency_ms, machine.link_gb_s, machine.memory_gb_s) == pytest.approx((0.01, 25.0, 2000.0))
+    assert machine.launch_ms == pytest.approx(0.006)
     assert machine.rate("float16_masked_attention") == 100.0
+    assert machine.rate("float8_e4m3fn") == (pytest.approx(2 * 16**3 / 1e-3 / 1e9) if has_float8 else 100.0)
 
 
 def test_saved_and_loaded_it_is_equal(tmp_path: Path) -> None:
