@@ -3,7 +3,8 @@
     piece = weights / 12, within 4 to 112 MiB
     finer = the bytes that the link brings while everything computes, / 64, not below 48 MiB
 
-The finer one counts where it is the smaller.
+The finer one counts where it is the smaller. A weight that is at most a quarter larger than a piece stays whole: cut by rows it
+would save a quarter of its staging, and cost a concatenation of what the rows compute.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _LEAST_BUCKET_NBYTES = 4 << 20
 _PIECES = 12
 _LEAST_FINER_NBYTES = 48 << 20
 _FINER_PIECES = 64
+_WHOLE = 1.25
+"""Times a piece, and a weight is not cut for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,16 +67,16 @@ class Cut:
 def cut_finely(traced: Traced, config: OffloadConfig, weight_nbytes: int, lap: Callable[[str], None]) -> Cut:
     """Cut into pieces of the usual size, and into smaller ones where that pays. `lap` is told when a stage is over."""
     limit_nbytes = _bucket_limit(config, weight_nbytes)
-    found = _cut(traced, limit_nbytes, lap)
+    if config.max_bucket_bytes != "auto":
+        return _cut(traced, limit_nbytes, 1.0, lap)
+    found = _cut(traced, limit_nbytes, _WHOLE, lap)
     finer_nbytes = _finer_limit(traced.machine, found.prices)
-    if config.max_bucket_bytes == "auto" and finer_nbytes < limit_nbytes:
-        return _cut(traced, finer_nbytes, lap)
-    return found
+    return _cut(traced, finer_nbytes, _WHOLE, lap) if finer_nbytes < limit_nbytes else found
 
 
-def _cut(traced: Traced, limit_nbytes: int, lap: Callable[[str], None]) -> Cut:
+def _cut(traced: Traced, limit_nbytes: int, whole: float, lap: Callable[[str], None]) -> Cut:
     gm = fx.GraphModule(traced.gm, copy_graph(traced.gm.graph))
-    inputs, cuts = split_rows(gm, traced.inputs, limit_nbytes, is_weight)
+    inputs, cuts = split_rows(gm, traced.inputs, limit_nbytes, is_weight, int(whole * limit_nbytes))
     sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
     facts = read_facts(gm, inputs, traced.onload, traced.names, allow_meta=not traced.runs)
     lap("facts")

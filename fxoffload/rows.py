@@ -44,14 +44,21 @@ class Source:
 
 
 def split_rows(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], limit_nbytes: int, is_weight: Callable[[fx.Node, Any], bool]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    limit_nbytes: int,
+    is_weight: Callable[[fx.Node, Any], bool],
+    whole_nbytes: int = 0,
 ) -> tuple[list[Any], list[Source]]:
-    """Cut every weight above the limit whose readers allow it. Changes `gm`; returns its inputs and where each comes from."""
+    """Cut every weight above the limit whose readers allow it, but none of at most `whole_nbytes`.
+
+    Changes `gm`; returns its inputs and where each comes from.
+    """
     inputs: list[Any] = []
     sources: list[Source] = []
     placeholders = gm.graph.find_nodes(op="placeholder")
     weights = {node: real for node, real in zip(placeholders, example_inputs, strict=True) if is_weight(node, real)}
-    large = _large(weights, limit_nbytes)
+    large = _large(weights, limit_nbytes, max(limit_nbytes, whole_nbytes))
     for position, (node, real) in enumerate(zip(placeholders, example_inputs, strict=True)):
         if node in large:
             bounds = _row_bounds(real, limit_nbytes)
@@ -67,7 +74,7 @@ def split_rows(
     return inputs, sources
 
 
-def _large(weights: dict[fx.Node, torch.Tensor], limit_nbytes: int) -> set[fx.Node]:
+def _large(weights: dict[fx.Node, torch.Tensor], limit_nbytes: int, whole_nbytes: int) -> set[fx.Node]:
     """The weights to cut. Of several that share memory either all are cut, if they are the same matrix, or none is."""
     by_id: dict[int, list[fx.Node]] = {}
     for node, real in weights.items():
@@ -76,13 +83,13 @@ def _large(weights: dict[fx.Node, torch.Tensor], limit_nbytes: int) -> set[fx.No
     for group in overlapping([("", real) for real in {id(r): r for r in weights.values()}.values()]):
         nodes = [node for _, real in group for node in by_id[id(real)]]
         layouts = {(real.data_ptr(), real.dtype, real.shape) for _, real in group}
-        if len(layouts) == 1 and all(_can_split(node, weights[node], limit_nbytes) for node in nodes):
+        if len(layouts) == 1 and all(_can_split(node, weights[node], limit_nbytes, whole_nbytes) for node in nodes):
             large.update(nodes)
     return large
 
 
-def _can_split(node: fx.Node, real: torch.Tensor, limit_nbytes: int) -> bool:
-    large = real.dim() == 2 and real.is_contiguous() and real.numel() * real.element_size() > limit_nbytes
+def _can_split(node: fx.Node, real: torch.Tensor, limit_nbytes: int, whole_nbytes: int) -> bool:
+    large = real.dim() == 2 and real.is_contiguous() and real.numel() * real.element_size() > whole_nbytes
     return (
         large
         and len(_row_bounds(real, limit_nbytes)) > 1

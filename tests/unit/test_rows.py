@@ -13,6 +13,7 @@ from torch import nn
 
 import fxoffload
 from fxoffload.hostalias import is_weight
+from fxoffload.machine import Machine
 from fxoffload.passes.base import copy_graph
 from fxoffload.rows import Source, split_rows
 from tests.checks import budgets, check_budgets
@@ -55,12 +56,12 @@ class Tied(nn.Module):
         return self.head(self.inner(self.table(ids)).relu())
 
 
-def split(model: nn.Module, *args: Any, limit: int = LIMIT) -> tuple[fx.GraphModule, list[Any], list[Source]]:
+def split(model: nn.Module, *args: Any, limit: int = LIMIT, whole: int = 0) -> tuple[fx.GraphModule, list[Any], list[Source]]:
     """The graph after `split_rows`, its inputs, and where they come from."""
 
     def look(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any], list[Source]]:
         gm = fx.GraphModule(gm, copy_graph(gm.graph))
-        return (gm, *split_rows(gm, inputs, limit, is_weight))
+        return (gm, *split_rows(gm, inputs, limit, is_weight, whole))
 
     with torch.no_grad():
         return trace(model, *args, look=look)
@@ -89,6 +90,23 @@ def test_an_embedding_is_exact_whatever_the_pieces(limit: int) -> None:
     assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])]
     assert found[-1][1] == 100
     assert len(found) > 1
+
+
+@pytest.mark.parametrize(("whole", "count"), [(6399, 3), (6400, 0)])
+def test_a_weight_that_is_to_stay_whole_is_not_cut(whole: int, count: int) -> None:
+    _, _, sources = split(seeded(Embedding), IDS, limit=3200, whole=whole)
+    assert len(pieces(sources)) == count
+
+
+def test_a_weight_a_little_larger_than_a_piece_stays_whole_where_the_size_of_pieces_is_ours() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(1024, 1280), nn.Linear(1280, 1536)), torch.empty(4, 1024)  # 5 and 7.5 MiB of float32
+    found = {}
+    for setting in ("auto", "4MiB"):
+        explanation = fxoffload.explain(model, x, machine=Machine.nominal(), memory_budget="1GiB", max_bucket_bytes=setting)
+        found[setting] = [w.shape for w in explanation.program.facts.weights if len(w.shape) == 2]
+    assert found["auto"] == [(1280, 1024), (768, 1280), (768, 1280)]
+    assert found["4MiB"] == [(640, 1024), (640, 1024), (768, 1280), (768, 1280)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
