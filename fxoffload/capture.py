@@ -262,8 +262,8 @@ class SegmentRecorder:
         return {key: self._recorded(self._names[key], program) for key, program in programs.items()}
 
     def _recorded(self, name: str, program: Compiled) -> Compiled:
-        def run(*args: Any) -> Any:
+        def run(arguments: list[Any]) -> Any:
             self._transfer.ran(name)
-            return program(*args)
+            return program(arguments)
 
         return run

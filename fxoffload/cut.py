@@ -67,14 +67,15 @@ class Cut:
 def cut_finely(traced: Traced, config: OffloadConfig, weight_nbytes: int, lap: Callable[[str], None]) -> Cut:
     """Cut into pieces of the usual size, and into smaller ones where that pays. `lap` is told when a stage is over."""
     limit_nbytes = _bucket_limit(config, weight_nbytes)
+    holds = config.segment_compiler == "eager"
     if config.max_bucket_bytes != "auto":
-        return _cut(traced, limit_nbytes, 1.0, lap)
-    found = _cut(traced, limit_nbytes, _WHOLE, lap)
+        return _cut(traced, limit_nbytes, lap, holds=holds)
+    found = _cut(traced, limit_nbytes, lap, holds=holds, whole=_WHOLE)
     finer_nbytes = _finer_limit(traced.machine, found.prices)
-    return _cut(traced, finer_nbytes, _WHOLE, lap) if finer_nbytes < limit_nbytes else found
+    return _cut(traced, finer_nbytes, lap, holds=holds, whole=_WHOLE) if finer_nbytes < limit_nbytes else found
 
 
-def _cut(traced: Traced, limit_nbytes: int, whole: float, lap: Callable[[str], None]) -> Cut:
+def _cut(traced: Traced, limit_nbytes: int, lap: Callable[[str], None], *, holds: bool, whole: float = 1.0) -> Cut:
     gm = fx.GraphModule(traced.gm, copy_graph(traced.gm.graph))
     inputs, cuts = split_rows(gm, traced.inputs, limit_nbytes, is_weight, int(whole * limit_nbytes))
     sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
@@ -82,7 +83,7 @@ def _cut(traced: Traced, limit_nbytes: int, whole: float, lap: Callable[[str], N
     lap("facts")
     blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=traced.declared)
     lap("blocks")
-    prices = price(facts, blocks, traced.machine)
+    prices = price(facts, blocks, traced.machine, holds=holds)
     lap("price")
     return Cut(gm, [dataclasses.replace(traced.sources[c.position], rows=c.rows) for c in cuts], facts, blocks, prices)
 

@@ -7,9 +7,15 @@ bound once, so a node costs a call and no look-up:
     def forward(hidden_states):
         prefetch_blocks_1()
         wait_blocks_0()
-        blocks_0_0, = blocks_0(hidden_states, blocks_0_norm_weight)
+        blocks_0_out0, = blocks_0([hidden_states, blocks_0_norm_weight])
         evict_blocks_0()
         ...
+        arguments = [blocks_0_out0, blocks_1_norm_weight]
+        del blocks_0_out0
+        blocks_1_out0, = blocks_1(arguments)
+
+A segment takes its arguments in a list and empties it. So what nobody reads later is held by the segment alone, which frees it
+behind its last use in there: the queries of an attention while its output is projected, say.
 """
 
 # Private names of torch: the entry points of Dynamo's aot_eager and of Inductor, and Inductor's options of a mode. Checked on
@@ -18,6 +24,7 @@ bound once, so a node costs a call and no look-up:
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import operator
 from collections.abc import Callable, Mapping
@@ -28,10 +35,13 @@ import torch
 import torch.fx as fx
 
 from fxoffload.config import OffloadConfig
+from fxoffload.debug import logger
 from fxoffload.names import identifier
 from fxoffload.split import segment_inputs, segment_key, segment_module
 
-Compiled = Callable[..., Any]
+Compiled = Callable[[list[Any]], Any]
+"""A segment's program: takes a list of arguments, and empties it."""
+_ARGUMENTS = "arguments"
 
 
 def compile_segments(top: fx.GraphModule, config: OffloadConfig) -> tuple[dict[str, Compiled], int]:
@@ -43,12 +53,34 @@ def compile_segments(top: fx.GraphModule, config: OffloadConfig) -> tuple[dict[s
         child = segment_module(top, node.target)
         key = segment_key(child)
         if key not in by_key:
-            by_key[key] = compile_one(child, segment_inputs(child))
+            by_key[key] = boxed(compile_one(child, segment_inputs(child)))
         programs[node.target] = by_key[key]
     return programs, len(by_key)
 
 
-def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Compiled]:
+def boxed(program: Callable[..., Any]) -> Compiled:
+    """A program that takes its arguments in a list and empties it.
+
+    What AOTAutograd returns takes them one by one, and holds all of them while it runs what is in it, which takes a list.
+    """
+    inside: Any = program
+    while inside is not None:
+        found = inspect.getclosurevars(inside).nonlocals if inspect.isfunction(inside) else {}
+        if "compiled_fn" in found and not found.get("params_buffers_flat", True):
+            return found["compiled_fn"]
+        inside = getattr(inside, "__wrapped__", None)
+    if hasattr(program, "__wrapped__"):
+        logger.warning("lower: by this version of torch, segments hold their arguments while they run, which takes more memory")
+
+    def run(arguments: list[Any]) -> Any:
+        given = tuple(arguments)
+        arguments.clear()
+        return program(*given)
+
+    return run
+
+
+def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     if config.segment_compiler == "eager":
         return lambda child, _: child.forward
     if config.segment_compiler == "aot_eager":
@@ -129,6 +161,7 @@ class _Writer:
         self._locals = {
             "_",
             "forward",
+            _ARGUMENTS,
             *inputs.values(),
             *(_result_name(n) for n in gm.graph.nodes if n.target is operator.getitem),
         }
@@ -158,7 +191,7 @@ class _Writer:
             self._names[node] = self._bind(identifier(str(node.target)), operator.attrgetter(str(node.target))(self.gm))
             return []
         if node.op == "call_module":
-            return [*self._segment(node), *self._deletions(node)]
+            return self._segment(node)
         target: Any = node.target
         if node.op == "output":
             returned: Any = node.args[0]
@@ -175,9 +208,12 @@ class _Writer:
         for user in results.values():
             self._names[user] = _result_name(user)
         targets = "".join(f"{self._names[results[i]] if i in results else '_'}, " for i in range(len(returned)))
-        arguments = ", ".join(self._argument(a, segment) for a in node.args)
-        call = f"{self._bind(segment, self._programs[segment])}({arguments})"
-        return [f"{targets}= {call}" if results else call]
+        arguments = f"[{', '.join(self._argument(a, segment) for a in node.args)}]"
+        program = self._bind(segment, self._programs[segment])
+        dead = self._last_read(node)
+        call = f"{program}({_ARGUMENTS if dead else arguments})"
+        before = [f"{_ARGUMENTS} = {arguments}", f"del {', '.join(dead)}"] if dead else []
+        return [*before, f"{targets}= {call}" if results else call]
 
     def _argument(self, value: Any, segment: str) -> str:
         if not isinstance(value, fx.Node):
@@ -187,14 +223,13 @@ class _Writer:
         name, view = self._weight(value.name, segment)
         return self._bind(name, view)
 
-    def _deletions(self, node: fx.Node) -> list[str]:
-        """Drop every value whose last reader this was, so that its memory is free for the next segment."""
-        dead = [
+    def _last_read(self, node: fx.Node) -> list[str]:
+        """Values that nobody reads after this segment."""
+        return [
             self._names[used]
             for used in node.all_input_nodes
             if used.target is operator.getitem and self._last_reader[used] is node
         ]
-        return [f"del {', '.join(dead)}"] if dead else []
 
     def _output(self, index: int, value: Any) -> str:
         if not isinstance(value, fx.Node):

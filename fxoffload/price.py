@@ -5,8 +5,9 @@
     activations(segment)   = max over its nodes of the bytes of all storages alive there
     copy_ms(bucket)        = machine.copy_ms(nbytes)
 
-A storage is alive from the node that creates it to its last reader; one that crosses segments, to the end of the segment
-that reads it last, because the caller holds it there. The graph's inputs live throughout, its outputs to the end.
+A storage is alive from the node that creates it to its last reader. Where segments run as plain Python, one that crosses segments
+is alive to the end of the segment that reads it last, because that holds its arguments; compiled ones free them (`lower`). The
+graph's inputs live throughout, its outputs to the end.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ class SegmentPrice:
     cost: SegmentCost
 
 
-def price(facts: Facts, blocks: Blocks, machine: Machine) -> tuple[SegmentPrice, ...]:
-    """Price every segment of a graph. Raises OffloadError where a size is known only once values are computed (`nonzero`)."""
+def price(facts: Facts, blocks: Blocks, machine: Machine, *, holds: bool = False) -> tuple[SegmentPrice, ...]:
+    """Price every segment of a graph. `holds`: a segment holds its arguments while it runs.
+
+    Raises OffloadError where a size is known only once values are computed (`nonzero`).
+    """
     _refuse_unknown_sizes(facts)
     nodes = {n.name: n for n in facts.nodes}
-    live = _live_nbytes(facts, blocks)
+    live = _live_nbytes(facts, blocks, holds=holds)
     sizes = {storage: nbytes for _, storage, nbytes in facts.inputs} | {s: b for n in facts.nodes for s, b in n.allocates}
     prices: list[SegmentPrice] = []
     for segment in blocks.segments:
@@ -130,7 +134,7 @@ def _compute_ms(members: list[NodeFacts], sizes: Mapping[int, sympy.Expr], machi
     return total + (machine.compute_ms(0, traffic, "") if touched_by_fused else 0)
 
 
-def _live_nbytes(facts: Facts, blocks: Blocks) -> dict[str, sympy.Expr]:
+def _live_nbytes(facts: Facts, blocks: Blocks, *, holds: bool) -> dict[str, sympy.Expr]:
     """Bytes of all activations alive while each node runs."""
     segment_of = {name: i for i, s in enumerate(blocks.segments) for name in s.nodes}
     position = {n.name: i for i, n in enumerate(facts.nodes)}
@@ -141,8 +145,8 @@ def _live_nbytes(facts: Facts, blocks: Blocks) -> dict[str, sympy.Expr]:
     for node in facts.nodes:
         here = segment_of[node.name]
         for storage in node.reads:
-            crosses = storage in born and segment_of[facts.nodes[born[storage][0]].name] != here
-            last[storage] = max(last.get(storage, 0), end_of[here] if crosses else position[node.name])
+            held = holds and storage in born and segment_of[facts.nodes[born[storage][0]].name] != here
+            last[storage] = max(last.get(storage, 0), end_of[here] if held else position[node.name])
         for storage, nbytes in node.allocates:
             born[storage] = (position[node.name], nbytes)
             last[storage] = position[node.name]

@@ -62,9 +62,9 @@ class SegmentTimer:
         return dataclasses.replace(costs, segments=segments)
 
     def _timed(self, name: str, program: Compiled) -> Compiled:
-        def run(*args: Any) -> Any:
+        def run(arguments: list[Any]) -> Any:
             start = self.start()
-            result = program(*args)
+            result = program(arguments)
             self.stop(name, start)
             return result
 

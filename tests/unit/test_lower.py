@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import expecttest
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 from fxoffload import ops, passes
 from fxoffload.config import OffloadConfig
-from fxoffload.lower import TopLevel, compile_segments, generate
+from fxoffload.lower import Compiled, TopLevel, boxed, compile_segments, generate
 from fxoffload.names import identifier
 from fxoffload.plan import Load, Plan
 from fxoffload.program import input_names
@@ -91,6 +93,10 @@ class Two(nn.Module):
         return a + b + x
 
 
+def _none(placeholder: str, segment: str) -> tuple[str, torch.Tensor]:
+    raise AssertionError(f"{placeholder} of {segment} is no weight")
+
+
 def load(name: str, segment: int, before: int, after: str | None = None) -> Load:
     return Load(name, name, 0, 256, (segment,), before, after)
 
@@ -104,14 +110,15 @@ class TestGolden(expecttest.TestCase):
 def forward(x):
     prefetch_s1()
     wait_s0()
-    s0_out0, = s0(x, a_weight, a_bias)
+    s0_out0, = s0([x, a_weight, a_bias])
     evict_s0()
     prefetch_s0()
     wait_s1()
-    s1_out0, = s1(s0_out0, b_weight, b_bias)
+    s1_out0, = s1([s0_out0, b_weight, b_bias])
     evict_s1()
-    s2_out0, = s2(s0_out0, s1_out0, x)
+    arguments = [s0_out0, s1_out0, x]
     del s0_out0, s1_out0
+    s2_out0, = s2(arguments)
     return (s2_out0, )
 """,
         )
@@ -126,11 +133,13 @@ def forward(x):
             lower(read(function, torch.ones(4, 16), torch.ones(16)), 3, 2).source,
             """\
 def forward(x, y):
-    s0_out0, s0_out1, = s0(x)
-    s1_out0, = s1(s0_out0, s0_out1, y)
+    s0_out0, s0_out1, = s0([x])
+    arguments = [s0_out0, s0_out1, y]
     del s0_out1
-    s2_out0, = s2(s0_out0)
+    s1_out0, = s1(arguments)
+    arguments = [s0_out0]
     del s0_out0
+    s2_out0, = s2(arguments)
     return (s1_out0, s2_out0, )
 """,
         )
@@ -143,10 +152,11 @@ def forward(x, y):
             lower(read(model, X), 1, 1, names=names).source,
             """\
 def forward(x):
-    s0_out0, = s0(x, w, w_)
-    s1_out0, = s1(s0_out0, s0_out0_2, l_x)
-    s2_out0, = s2(s0_out0, s1_out0, x)
+    s0_out0, = s0([x, w, w_])
+    s1_out0, = s1([s0_out0, s0_out0_2, l_x])
+    arguments = [s0_out0, s1_out0, x]
     del s0_out0, s1_out0
+    s2_out0, = s2(arguments)
     return (s2_out0, )
 """,
         )
@@ -171,8 +181,8 @@ def forward(x):
             top.source,
             """\
 def forward(n, x):
-    s0_out0, = s0(w, n_2)
-    s1_out0, s1_out1, = s1(x, w, n_2)
+    s0_out0, = s0([w, n_2])
+    s1_out0, s1_out1, = s1([x, w, n_2])
     return (s1_out0, s0_out0.clone(), n, )
 """,
         )
@@ -263,7 +273,64 @@ def test_the_source_shows_in_tracebacks() -> None:
     top = lower(read(function, torch.eye(4)), 2)
     with pytest.raises(RuntimeError) as error:
         top.forward(-torch.eye(4))
-    assert "s0_out0, = s0(x)" in "".join(traceback.format_exception(error.value))
+    assert "s0_out0, = s0([x])" in "".join(traceback.format_exception(error.value))
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager", "eager"])
+def test_a_segment_holds_nothing_behind_its_last_use(compiler: Literal["inductor", "aot_eager", "eager"]) -> None:
+    """What Python runs as it is holds its arguments to its end, and no longer."""
+    held: list[list[bool]] = []
+    values: list[weakref.ref[torch.Tensor]] = []
+
+    @torch.library.custom_op("fxoffload_tests::look", mutates_args=())
+    def look(x: torch.Tensor) -> torch.Tensor:
+        held.append([value() is not None for value in values])
+        return x.clone()
+
+    look.register_fake(torch.empty_like)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return look(look(look(x @ w) @ w) @ w)
+
+    def seen(program: Compiled) -> Compiled:
+        def run(arguments: list[Any]) -> Any:
+            returned = program(arguments)
+            assert arguments == []
+            values.extend(map(weakref.ref, returned))
+            return returned
+
+        return run
+
+    traced = read(function, X, torch.eye(16))
+    top, _ = traced.split(2, 2)
+    with torch.no_grad():
+        programs, distinct = compile_segments(top, OffloadConfig(onload_device=CPU, segment_compiler=compiler))
+        inputs = {node.name: node.name for node in top.graph.find_nodes(op="placeholder")}
+        forward = generate(
+            top, programs={name: seen(program) for name, program in programs.items()}, weights=frozenset(), weight=_none,
+            inputs=inputs, operations={}, output_weights={}, device=CPU,
+        ).forward  # fmt: skip
+        held.clear()
+        (got,) = forward(X, torch.eye(16))
+    assert distinct == 1
+    assert torch.equal(got, X)
+    holds = compiler == "eager"
+    assert held == [[], [holds], [False, holds]]
+
+
+def test_what_compiles_to_something_else_holds_its_arguments_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def inner(x: int, y: int) -> int:
+        return x + y
+
+    @functools.wraps(inner)
+    def program(*arguments: int) -> int:
+        return inner(*arguments)
+
+    arguments = [1, 2]
+    with caplog.at_level("WARNING", "fxoffload"):
+        assert boxed(program)(arguments) == 3
+    assert arguments == []
+    assert "segments hold their arguments while they run" in caplog.text
 
 
 def test_the_function_is_not_held_by_its_own_globals() -> None:

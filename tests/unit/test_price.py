@@ -17,8 +17,8 @@ MACHINE = Machine("test", 1.0, 0.5, 1.0, 0.0, (("float32", 1.0), ("bfloat16", 4.
 LAUNCH = Machine("test", 1.0, 0.5, 1.0, 0.25, (("float32", 1.0), ("bfloat16", 4.0)))
 
 
-def activations(facts: Facts, *sizes: int) -> list[int]:
-    return [p.cost.activation_nbytes for p in price(facts, cut(facts, *sizes), MACHINE)]
+def activations(facts: Facts, *sizes: int, holds: bool = False) -> list[int]:
+    return [p.cost.activation_nbytes for p in price(facts, cut(facts, *sizes), MACHINE, holds=holds)]
 
 
 def milliseconds(facts: Facts, *sizes: int, machine: Machine = MACHINE) -> list[float]:
@@ -43,7 +43,7 @@ def test_a_storage_is_alive_from_its_maker_to_its_last_reader() -> None:
     assert alone == [1100, 1110, 1111, 2101, 2020]
 
 
-def test_what_crosses_segments_lives_to_the_end_of_the_last_that_reads_it() -> None:
+def test_what_crosses_segments_lives_to_its_last_reader_or_to_the_end_of_that_segment() -> None:
     nodes = [
         node("a", reads=[0], makes=(1, 100)),
         node("b", reads=[1], makes=(2, 10)),
@@ -51,10 +51,12 @@ def test_what_crosses_segments_lives_to_the_end_of_the_last_that_reads_it() -> N
         node("d", reads=[3], makes=(4, 5)),
     ]
     facts = facts_of(nodes, inputs=[("x", 0, 0)], outputs=[4])
-    assert activations(facts) == [110]
-    # Cut behind a: the caller holds a while c and d run.
-    assert activations(facts, 1) == [100, 111]
-    assert activations(facts, 1, 1) == [100, 110, 16]
+    assert activations(facts) == activations(facts, holds=True) == [110]
+    # Cut behind a: the segment frees a behind b, or holds it while c and d run.
+    assert activations(facts, 1) == [100, 110]
+    assert activations(facts, 1, holds=True) == [100, 111]
+    assert activations(facts, 1, 1) == [100, 110, 11]
+    assert activations(facts, 1, 1, holds=True) == [100, 110, 16]
 
 
 def test_outputs_live_to_the_end_and_inputs_throughout() -> None:
