@@ -149,11 +149,11 @@ class Sweep:
         self.call()
         torch.cuda.synchronize()
         self.first_call_s = time.perf_counter() - start
-        for _ in range(3):
-            self.call()
-        torch.cuda.synchronize()
         (self.binding,) = api.bindings_of(self.model)
         with timing.turn(self.args.lock):
+            for _ in range(3):
+                self.call()
+            torch.cuda.synchronize()
             self.measured = api.profile(self.model, self.call)
         self.compiled_before = compilations()
         budgets = self.args.budgets.split(",")
@@ -261,12 +261,13 @@ class Sweep:
             for _ in range(4):
                 call()
         rounds: list[dict[str, float]] = []
-        for _ in range(ROUNDS):
-            entry: dict[str, float] = {}
-            for name, call in calls.items():
-                call()
-                entry[name] = timing.time_steps(call, ROUND_STEPS, DEVICE)[0].median_ms
-            rounds.append(entry)
+        with timing.turn(self.args.lock):
+            for _ in range(ROUNDS):
+                entry: dict[str, float] = {}
+                for name, call in calls.items():
+                    call()
+                    entry[name] = timing.time_steps(call, ROUND_STEPS, DEVICE)[0].median_ms
+                rounds.append(entry)
         medians = {name: statistics.median(r[name] for r in rounds) for name in calls}
         return {
             "step_ms": medians["per_block"],
