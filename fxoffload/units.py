@@ -103,9 +103,9 @@ def split_limit(root: Module, config: OffloadConfig, budget_nbytes: int) -> int:
 
     with piece = the least of weights / 12, room / 8 and 160 MiB, and no less than 4 MiB; or `max_bucket_bytes`. An eighth,
     because activations, of which nothing is known yet, may take most of the room. Nothing stays in the memory of what runs and
-    of what is on its way, and only whole units are of use there: with blocks of 648 MiB a step takes 4 to 8% longer than its
-    bound at most budgets, and 45% where two do not fit beside the activations; with pieces 1 to 2%. Settings that count buckets
-    count blocks, so with these there are no pieces.
+    of what is on its way, and only whole units are of use there: simulated with blocks of 648 MiB, a step takes 4 to 8% longer
+    than its bound at most budgets, and 45% where two do not fit beside the activations; with pieces 1 to 2%. Settings that count
+    buckets count blocks, so with these there are no pieces.
     """
     units = find_units(root, config)
     spare = max(budget_nbytes - _nbytes(units.rest), 0)

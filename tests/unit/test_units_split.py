@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def test_max_bucket_bytes_is_the_largest_piece() -> None:
 @pytest.mark.parametrize(
     "setting", [{"transfer_buckets": 2}, {"persistent_buckets": 0}, {"persistent_bins": 2}, {"prefetch_limit": True}]
 )
-def test_settings_that_count_buckets_count_blocks(setting: dict[str, int]) -> None:
+def test_settings_that_count_buckets_count_blocks(setting: dict[str, Any]) -> None:
     config = OffloadConfig(onload_device="cpu", **setting)
     assert split_limit(large(60), config, 2 * GIB) == 2 * GIB // 3
 
@@ -182,7 +183,7 @@ def planned(
 def test_pieces_come_close_to_the_bound_where_blocks_do_not(budget: float) -> None:
     """60 blocks and activations of 0.95 GiB, as Qwen-Image has at 1328 x 1328."""
     model, budget_nbytes = large(60), int(budget * GIB)
-    settings = {"activation_nbytes": int(0.95 * GIB), "compute_ms": 300.0}
+    settings: dict[str, Any] = {"activation_nbytes": int(0.95 * GIB), "compute_ms": 300.0}
     pieces, _ = planned(model, budget_nbytes, split_limit(model, CONFIG, budget_nbytes), **settings)
     assert pieces.step_ms <= 1.03 * pieces.bound_ms
     assert pieces.peak_nbytes <= budget_nbytes
