@@ -58,7 +58,7 @@ class _Forward:
     """How far a forward has come.
 
     `ordered`: its order counts. `follows`: it is by the plan still. `views`: what is on the device until it ends, residents and
-    what was borrowed. `versions`: where they stood when they came there.
+    what was borrowed. `versions`: where they stood when they came there. `timed`: the segment that is timed, and since when.
     """
 
     ordered: bool
@@ -69,6 +69,7 @@ class _Forward:
     waited: set[str] = field(default_factory=set)
     views: Views = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
+    timed: tuple[str, Any] | None = None
 
 
 class Follower(Planned):
@@ -186,6 +187,7 @@ class Follower(Planned):
             for packed in self._managed.units[unit]:
                 self.borrow(packed)
         else:
+            self._stop_timer()
             forward.observed.append(unit)
             position = find_next(self.order, forward.position, unit) if forward.follows else None
             if position is None:
@@ -207,8 +209,8 @@ class Follower(Planned):
         forward = self._now
         running = forward.running.pop()
         assert running.unit == unit
-        if self._timer is not None and running.start is not None and running.step is not None:
-            self._timer.stop(self.costs.segments[forward.position].name, running.start)
+        if running.start is not None and running.step is not None:
+            forward.timed = (self.costs.segments[forward.position].name, running.start)
         self._write_back(running.views, running.versions)
         self._managed.take_out([p for p, _ in running.views])
         if running.step is not None:
@@ -220,6 +222,7 @@ class Follower(Planned):
     def end(self, *, completed: bool) -> None:
         """The forward is over. `completed`: it did not raise."""
         forward, engine = self._now, self.engine
+        self._stop_timer()
         try:
             self._write_back(forward.views, forward.versions)
         finally:
@@ -318,6 +321,12 @@ class Follower(Planned):
         for packed in left:
             self.borrow(packed)
         return views, slots
+
+    def _stop_timer(self) -> None:
+        """What is computed behind a unit, up to the next one, counts as its own: copies run beside it, too."""
+        timed, self._now.timed = self._now.timed, None
+        if self._timer is not None and timed is not None:
+            self._timer.stop(*timed)
 
     def _skip_to(self, position: int) -> None:
         """Pass over the units up to a position of the order."""

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import fxoffload
+from fxoffload.attached import attachment_of
 from tests.checks import assert_state, snapshot
+from tests.dit import DiT
 from tests.models import Block, Reversed, Towers, Toy, seeded
 from tests.twins import LEVELS, check, inputs, leaf, offload, twins
 
@@ -36,6 +38,41 @@ def test_equal_to_the_plain_model(make: Callable[[], nn.Module], level: str, ove
 def test_every_number_of_blocks_and_budget(n: int, part: float) -> None:
     with twins(lambda: Toy(n), part=part, module_filter=leaf) as (model, plain):
         check(model, plain, inputs(4))
+
+
+@pytest.mark.parametrize(
+    ("limit", "parts"), [("9KiB", ("mod.1", "attn", "mlp", "mlp_text")), ("5KiB", ("attn.qkv", "mlp.net.0"))]
+)
+def test_blocks_in_pieces(limit: str, parts: tuple[str, ...]) -> None:
+    with twins(lambda: DiT(4), part=0.5, max_bucket_bytes=limit) as (model, plain):
+        check(model, plain, [x[None] for x in inputs(4)])
+        assert {f"blocks.0.{part}" for part in parts} <= {load.bucket for load in fxoffload.get_plan(model).loads} | {
+            resident.bucket for resident in fxoffload.get_plan(model).residents
+        }
+        assert fxoffload.get_plan(model).peak_nbytes <= fxoffload.get_plan(model).budget_nbytes
+
+
+def test_what_is_computed_between_units_is_timed_with_the_unit_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.0
+
+    def work(s: float) -> None:
+        nonlocal seconds
+        seconds += s
+
+    class Working(Toy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x) * 2
+                work(3.0)
+            return self.out(x)
+
+    monkeypatch.setattr("fxoffload.profile.mark", lambda device: seconds)
+    with twins(lambda: Working(8), profile=True) as (model, plain):
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: work(1.0), prepend=True)
+        check(model, plain, inputs(3))
+        costs = attachment_of(model)._ways.follower("forward").costs
+        assert [segment.compute_ms for segment in costs.segments] == [4000.0] * 8
 
 
 def test_all_resident_copies_nothing() -> None:

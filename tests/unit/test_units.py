@@ -1,4 +1,4 @@
-"""Units of a model that runs without a compiler: chosen, declared, discovered, split; and what stays resident."""
+"""Units of a model that runs without a compiler: chosen, declared, discovered; and what stays resident."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxoffload import ConfigError, OffloadConfig
-from fxoffload.units import Units, block_names, declared_paths, find_units, split_limit
+from fxoffload.units import Units, block_names, declared_paths, find_units
 from tests.models import CASES, Block, Towers, Toy, seeded, toy
 
 KIB = 1024
@@ -180,49 +180,6 @@ def test_a_large_module_that_a_block_holds_too_stays_resident() -> None:
     units = units_of(model)
     assert names(units) == ["blocks.0", "blocks.1", "head"]
     assert "embed.weight" in rest(units)
-
-
-# -- a limit -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_block_above_the_limit_is_split_into_its_leaves() -> None:
-    model = seeded(Layers)
-    block = sum(p.nbytes for p in model.layers[0].parameters())
-    assert names(units_of(model, limit_nbytes=block)) == ["layers.0", "layers.1", "layers.2"]
-    units = units_of(model, limit_nbytes=block - 1)
-    assert names(units) == [f"layers.{i}.parts.{k}" for i in range(3) for k in (0, 2)]
-    assert rest(units) == ["table", "shift", "scale", "layers.0.gate", "layers.1.gate", "layers.2.gate"]
-
-
-def test_one_block_alone_is_split() -> None:
-    model = seeded(Layers)
-    limit = sum(p.nbytes for p in model.layers[0].parameters())
-    model.layers[1].extra = nn.Linear(16, 64)
-    parts = [f"layers.1.{name}" for name in ("parts.0", "parts.2", "extra")]
-    assert names(units_of(model, limit_nbytes=limit)) == ["layers.0", *parts, "layers.2"]
-
-
-def test_blocks_are_split_where_three_do_not_fit_beside_the_rest() -> None:
-    model = toy(6)
-    block, outside = (sum(p.nbytes for p in m.parameters()) for m in (model.blocks[0], nn.Sequential(model.inp, model.out)))
-    config = OffloadConfig(onload_device="cpu")
-    assert split_limit(model, config, outside + 3 * block) == block
-    assert split_limit(model, config, outside + 3 * block - 1) < block
-    assert split_limit(model, config, outside + 6 * block) >= block
-    assert split_limit(model, config, outside - 1) == 0
-    one = OffloadConfig(onload_device="cpu", module_names="blocks.1")
-    assert split_limit(model, one, outside + 6 * block) == block
-
-
-def test_a_leaf_above_the_limit_stays_whole() -> None:
-    assert names(units_of(toy(2), limit_nbytes=1)) == [f"blocks.{i}.{part}" for i in range(2) for part in ("norm", "up", "down")]
-
-
-def test_modules_that_read_their_childrens_weights_are_not_split() -> None:
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)))
-    assert names(units_of(model, limit_nbytes=1)) == ["0", "1"]
-    model = nn.Sequential(*(nn.TransformerDecoderLayer(8, 2, 16) for _ in range(2)))
-    assert names(units_of(model, limit_nbytes=1))[:2] == ["0.self_attn", "0.multihead_attn"]
 
 
 # -- chosen ------------------------------------------------------------------------------------------------------------
