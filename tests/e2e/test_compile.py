@@ -141,44 +141,49 @@ class TestGolden(expecttest.TestCase):
 def forward(x):
     prefetch_blocks_0()
     wait_inp()
-    inp_out0, = inp(x, inp_weight, inp_bias)
+    inp_out0, = inp([x, inp_weight, inp_bias])
     evict_inp()
     prefetch_blocks_1()
     wait_blocks_0()
-    blocks_0_out0, = blocks_0(inp_out0,
+    arguments = [inp_out0,
         blocks_0_norm_weight, blocks_0_norm_bias,
         blocks_0_up_weight, blocks_0_up_bias,
-        blocks_0_down_weight, blocks_0_down_bias)
+        blocks_0_down_weight, blocks_0_down_bias]
     del inp_out0
+    blocks_0_out0, = blocks_0(arguments)
     evict_blocks_0()
     prefetch_blocks_2()
     wait_blocks_1()
-    blocks_1_out0, = blocks_1(blocks_0_out0,
+    arguments = [blocks_0_out0,
         blocks_1_norm_weight, blocks_1_norm_bias,
         blocks_1_up_weight, blocks_1_up_bias,
-        blocks_1_down_weight, blocks_1_down_bias)
+        blocks_1_down_weight, blocks_1_down_bias]
     del blocks_0_out0
+    blocks_1_out0, = blocks_1(arguments)
     evict_blocks_1()
     prefetch_blocks_3()
     wait_blocks_2()
-    blocks_2_out0, = blocks_2(blocks_1_out0,
+    arguments = [blocks_1_out0,
         blocks_2_norm_weight, blocks_2_norm_bias,
         blocks_2_up_weight, blocks_2_up_bias,
-        blocks_2_down_weight, blocks_2_down_bias)
+        blocks_2_down_weight, blocks_2_down_bias]
     del blocks_1_out0
+    blocks_2_out0, = blocks_2(arguments)
     evict_blocks_2()
     prefetch_out()
     wait_blocks_3()
-    blocks_3_out0, = blocks_3(blocks_2_out0,
+    arguments = [blocks_2_out0,
         blocks_3_norm_weight, blocks_3_norm_bias,
         blocks_3_up_weight, blocks_3_up_bias,
-        blocks_3_down_weight, blocks_3_down_bias)
+        blocks_3_down_weight, blocks_3_down_bias]
     del blocks_2_out0
+    blocks_3_out0, = blocks_3(arguments)
     evict_blocks_3()
     prefetch_inp()
     wait_out()
-    out_out0, = out(blocks_3_out0, out_weight, out_bias)
+    arguments = [blocks_3_out0, out_weight, out_bias]
     del blocks_3_out0
+    out_out0, = out(arguments)
     evict_out()
     return (out_out0, )
 """,
