@@ -12,6 +12,7 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api
+from fxoffload.buckets import align
 from tests.checks import assert_state, assert_streams, attached, call, halve, offload, snapshot
 from tests.e2e.test_weights import CHANGES, INPUTS, Conv, Everywhere, Mixed, images, make_odd
 from tests.models import Counting, Toy, rows, seeded, toy
@@ -162,6 +163,7 @@ class Pipeline:
 def test_a_weight_of_two_models(how: str) -> None:
     models, plains = in_common(), in_common()
     nbytes = sum(p.nbytes for p in models[0].parameters())
+    host = sum(align(p.nbytes) for p in {p for model in models for p in model.parameters()})
     if how == "pipeline":
         fxoffload.layerwise_offload(Pipeline(*models), onload_device="cpu", memory_budget=int(nbytes * 0.6))
         runs: list[Any] = list(models)
@@ -171,11 +173,17 @@ def test_a_weight_of_two_models(how: str) -> None:
         for model, run, plain in zip(models, runs, plains, strict=True):
             right(run, plain, rows(k))
             assert fxoffload.stats(model).nbytes_copied > 0
+            assert fxoffload.stats(model).nbytes_host == host, "one copy of all that they have"
         with torch.no_grad():
             for one, other in (models, plains):
                 one.inp.weight.data += 0.25
                 other.blocks[2].up.weight.mul_(1.1)
     assert models[0].inp.weight is models[1].inp.weight
+    # What one of them gets instead is its own.
+    for one, _ in (models, plains):
+        one.inp.weight = nn.Parameter(torch.full_like(one.inp.weight, 0.1), requires_grad=False)
+    for run, plain in zip(runs, plains, strict=True):
+        right(run, plain, rows(3))
     # The other one goes on when the first is removed.
     fxoffload.remove_layerwise_offload(models[0])
     with torch.no_grad():
