@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from fxoffload.attached import refuse_inside
 from fxoffload.binding import Binding
-from fxoffload.engine import Engine, engine_for, find_engine
-from fxoffload.owner import owner_of, tensor_names
+from fxoffload.engine import Engine, engine_for, find_engine, models_beside
+from fxoffload.owner import named_tensors, owner_of, tensor_names
 from fxoffload.planned import Retied
 from fxoffload.program import Program, ids_of, picker
 from fxoffload.rows import Source
@@ -61,17 +61,23 @@ def place(program: Program, args: Any) -> tuple[Engine, dict[Source, torch.Tenso
     names = {p: known.get(id(t), traced[p]) for p, t in tensors.items()}
     if root is not None:
         with engine.lock:
-            _take_places(engine, tensors, names)
+            beside = [t for other in models_beside(engine, root) for _, t in named_tensors(other)]
+            found = {id(t): engine.store.find(t) for t in beside}
+            apart = {key for key, packed in found.items() if packed is None or known.get(key) != packed.name}
+            _take_places(engine, tensors, names, apart)
     return engine, tensors, names
 
 
-def _take_places(engine: Engine, tensors: Mapping[Source, torch.Tensor], names: Mapping[Source, str]) -> None:
+def _take_places(
+    engine: Engine, tensors: Mapping[Source, torch.Tensor], names: Mapping[Source, str], apart: Collection[int]
+) -> None:
     """A parameter that was replaced by another, or swapped with one, moves into the bytes of its name: plans stay as they are.
 
-    Not where weights share bytes: those stay together.
+    Not where weights share bytes: those stay together. Nor into the bytes of those in `apart`, which another model has, whose
+    weights may have the same names.
     """
     store = engine.store
-    by_name = store.by_name()
+    by_name = store.by_name(apart)
     pairs = [(by_name.get(names[p]), tensor) for p, tensor in tensors.items()]
     moved = [(packed, t) for packed, t in pairs if packed is not None and packed.tensor() is not t and packed.is_like(t)]
     places, coming = [packed for packed, _ in moved], [tensor for _, tensor in moved]

@@ -297,6 +297,14 @@ def find_engine(tensors: Sequence[torch.Tensor]) -> Engine | None:
     return None
 
 
+def models_beside(engine: Engine, root: torch.nn.Module) -> list[torch.nn.Module]:
+    """Other models that the engine of one serves, too, since they have a weight in common; not those in it, or that it is in."""
+    with _lock:
+        others = [other for other, found in _engine_of_root.items() if found is engine]
+    inside = set(root.modules())
+    return [other for other in others if other not in inside and all(module is not root for module in other.modules())]
+
+
 def engine_for(
     tensors: Sequence[torch.Tensor], root: torch.nn.Module | None, config: OffloadConfig, device: torch.device
 ) -> Engine:

@@ -2,7 +2,7 @@
 
 `torch.fx.passes.split_module` does the cutting. Equal blocks must come out as equal segments, so outputs are tuples in the
 order in which they are produced (their consumers differ from block to block), and the key of a segment covers its ops,
-constants and the layout of its inputs, but no names and no storage offsets.
+constants, the layout of its inputs and what wrappers among them are made with, but no names and no storage offsets.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.fx.passes.split_module import split_module
 from fxoffload.blocks import Blocks
 from fxoffload.facts import Facts
 from fxoffload.storages import plain_tensors, storage_of
+from fxoffload.wrappers import flatten, is_wrapper
 
 
 def split_graph(gm: fx.GraphModule, blocks: Blocks) -> fx.GraphModule:
@@ -137,7 +138,15 @@ def _value_key(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
     # Inputs that share a storage may alias when one is written: the pattern of sharing belongs to the key.
     shared = tuple(storages.setdefault(storage_of(plain), len(storages)) for plain in plain_tensors(value))
     layout = (str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride())))
-    return (*layout, value.requires_grad, type(value).__name__, shared)
+    return (*layout, value.requires_grad, type(value).__name__, shared, *_parts_key(value, storages))
+
+
+def _parts_key(value: torch.Tensor, storages: dict[int, int]) -> tuple[Any, ...]:
+    """What a wrapper consists of and is made with: two of one shape may be placed over ranks in other ways."""
+    if not is_wrapper(value):
+        return ()
+    attributes, context = flatten(value)
+    return (repr(context), *(_value_key(getattr(value, attribute), storages) for attribute in attributes))
 
 
 def _attribute_key(value: Any) -> Any:

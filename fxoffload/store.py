@@ -12,7 +12,7 @@ saves its bytes, and safetensors sees no shared memory. Weights that shared memo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -112,9 +112,9 @@ class HostStore:
         packed.others.append(bucket.weights[0])
         return bucket.weights[0]
 
-    def by_name(self) -> dict[str, HostTensor]:
-        """Every packed tensor by its qualified name."""
-        return {packed.name: packed for packed in self._tensors.values()}
+    def by_name(self, excluded: Collection[int] = ()) -> dict[str, HostTensor]:
+        """Every packed tensor by its qualified name, but for those whose `id` is excluded."""
+        return {packed.name: packed for key, packed in self._tensors.items() if key not in excluded}
 
     def find_places(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Place | None]:
         """For groups of tensors that are to be packed next, places where they lie already, to give to `pack`; else None."""

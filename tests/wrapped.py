@@ -189,10 +189,18 @@ def _nf4() -> nn.Module:
     return requantized(seeded(lambda: Toy(4, 2 * D)), to_nf4)
 
 
+def _int4() -> nn.Module:
+    """Two values in a byte, as CPUs take them; `Int4WeightOnlyConfig` makes what GPUs take."""
+    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
+
+    return requantized(_toy().to(torch.bfloat16), lambda w: Int4OpaqueTensor.from_hp(w, [1, D]))
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "int8": (lambda: _by_torchao("Int8WeightOnlyConfig", version=2, set_inductor_config=False), 1 / 4),
     "int8 dynamic": (lambda: _by_torchao("Int8DynamicActivationInt8WeightConfig"), 1 / 4),
     "int4 in int8": (lambda: _by_torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4), 1 / 4),
+    "int4": (_int4, 1 / 8),
     "float8": (lambda: _by_torchao("Float8WeightOnlyConfig", set_inductor_config=False), 1 / 4),
     "float8 dynamic": (_float8_dynamic, 1 / 4),
     "nf4": (_nf4, 1 / 8),

@@ -170,6 +170,30 @@ def test_load_state_dict_into_the_running_model(assign: bool) -> None:
         trio.check_state()
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_load_state_dict_of_other_names(strict: bool, assign: bool) -> None:
+    """What there is of the model's names is loaded, whether the rest is an error or not."""
+    trio = Trio(lambda: toy(5), rows(0))
+
+    def load(model: Any, block: int) -> None:
+        other = toy(5, seed=7).state_dict()
+        state = {k: v.clone() for k, v in other.items() if k.startswith(f"blocks.{block}.")} | {"nothing": torch.zeros(1)}
+        if strict:
+            with pytest.raises(RuntimeError, match="Missing key"):
+                model.load_state_dict(state, assign=assign)
+        else:
+            assert model.load_state_dict(state, strict=False, assign=assign).unexpected_keys == ["nothing"]
+
+    for block in range(5):
+        before = trio.check(rows(1))
+        trio.edit(lambda m, block=block: load(m, block))
+        assert not torch.equal(trio.check(rows(1)), before), block
+        trio.check_state()
+    trio.check(rows(2))
+    assert_streams(trio.streamed)
+
+
 def test_edits_survive_another_budget() -> None:
     trio = Trio(lambda: toy(6), rows(0))
     for label in ("smallest", "all", "half", "quarter"):

@@ -25,6 +25,7 @@ from fxoffload.hostmemory import HostMemory
 from fxoffload.store import HostStore
 from tests.checks import assert_state, assert_streams, halve, offload, snapshot
 from tests.models import Toy, rows, seeded, toy
+from tests.pinning import pinning
 from tests.sharing import refusing
 
 HOWS = pytest.mark.parametrize("how", ["eager", "compiled"])
@@ -137,6 +138,20 @@ def test_a_container_without_room_for_weights_that_come_from_a_device(monkeypatc
         "store: the model: packing it takes 8.00 KiB more of host memory, and of the container's limit "
         "(/sys/fs/cgroup/memory.max), 1.00 MiB, 4.00 KiB are free; raise it, or free host memory"
     )
+
+
+@HOWS
+def test_pinning_that_is_refused_half_way(how: str) -> None:
+    model, plain = toy(6), toy(6)
+    with pinning(3 * 4096), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OffloadWarning)
+        run = offloaded(model, how)
+        right(run, plain)
+        assert 0 < fxoffload.stats(model).nbytes_pinned < fxoffload.stats(model).nbytes_host
+        assert_streams(model)
+        del model, run
+    (text,) = (str(w.message) for w in caught if w.category is OffloadWarning)
+    assert re.match(r"pins: \S+: the driver refused to pin .* of host memory \(error 2\) after .*; the rest stays pageable", text)
 
 
 def test_a_device_that_computes_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,6 +67,16 @@ def test_a_loaded_model_runs_offloaded_and_nothing_is_copied(shards: int, tmp_pa
             handle.remove()
             assert torch.equal(model(rows(4)), plain(rows(4)))
             assert addresses(model) == where
+
+
+def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    save(toy(4), tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    fxoffload.load_safetensors(on_meta(), tmp_path)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert re.match(r"loading: 100%\|.+\| 19\.8k/19\.8k \[", last), last
+    fxoffload.load_safetensors(on_meta(), tmp_path, progress=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_dtypes(tmp_path: Path) -> None:

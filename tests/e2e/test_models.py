@@ -7,8 +7,8 @@ import torch
 
 import fxoffload
 from fxoffload import api
-from tests.checks import check_budgets
-from tests.models import CASES
+from tests.checks import Trio, assert_streams, check_budgets
+from tests.models import CASES, Inputs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -17,6 +17,31 @@ def test_every_budget(name: str) -> None:
     model = case.build()
     check_budgets(model, [case.given(k) for k in range(3)])
     assert len(api.bindings_of(model)) == 1
+
+
+SIZES = [(16, 8), (36, 8), (16, 12), (64, 12), (16, 8), (36, 8), (64, 12)]
+"""Tokens of the image and of the text."""
+
+
+def flux_inputs(k: int, image: int, text: int) -> Inputs:
+    make = torch.Generator().manual_seed(k)
+    shapes = {"hidden_states": (1, image, 4), "encoder_hidden_states": (1, text, 32), "pooled_projections": (1, 32)}
+    shapes |= {"img_ids": (image, 3), "txt_ids": (text, 3), "timestep": (1,), "guidance": (1,)}
+    return {name: torch.rand(shape, generator=make) for name, shape in shapes.items()} | {"return_dict": False}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_other_resolutions_and_lengths_of_text(dynamic: bool) -> None:
+    trio = Trio(CASES["flux"].build, flux_inputs(0, *SIZES[0]), dynamic=dynamic)
+    host, budget = fxoffload.stats(trio.streamed).nbytes_host, fxoffload.get_plan(trio.streamed).budget_nbytes
+    for size in SIZES:
+        for k in range(2):
+            trio.check(flux_inputs(k, *size))
+            plan, stats = fxoffload.get_plan(trio.streamed), fxoffload.stats(trio.streamed)
+            assert stats.nbytes_arena + plan.activation_nbytes <= budget
+        assert_streams(trio.streamed)
+        assert stats.nbytes_host == host, "graphs share what is packed"
+    assert len(api.bindings_of(trio.streamed)) == (1 if dynamic else len(set(SIZES)))
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen3_tied"])

@@ -22,7 +22,8 @@ from fxoffload.select import tensors_below
 from tests.capturing import captures
 from tests.checks import Trio, assert_state, assert_streams, attached, check_budgets, halve, offload, snapshot
 from tests.models import Toy, seeded
-from tests.wrapped import KINDS, D, Scaled, rows
+from tests.pinning import pinning
+from tests.wrapped import KINDS, D, Scaled, requantized, rows
 
 __all__ = ["captures"]
 
@@ -100,6 +101,34 @@ def test_without_a_compiler(kind: str, level: str) -> None:
         attachment.detach()
         assert_equal_calls(model, plain, 3, 1)
     assert_state(model, state)
+
+
+class Unpinnable(Scaled):
+    """Refuses to say whether it is pinned, and to be."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.Tensor.is_pinned, torch.Tensor.pin_memory)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("way", ["compiled", "eager"])
+def test_a_wrapper_is_never_asked_about_pinning(way: str) -> None:
+    model, plain = (requantized(seeded(lambda: Toy(4, D)), Unpinnable.of) for _ in range(2))
+    with pytest.raises(AssertionError):
+        model.get_parameter("inp.weight").is_pinned()
+    with pinning(1 << 30):
+        run: Any = offload(model) if way == "compiled" else model
+        if way == "eager":
+            attached(model, 0.5)
+        assert_close_calls(run, plain, 0)
+        if way == "compiled":
+            halve(model)
+        assert_close_calls(run, plain, 1)
+        stats = fxoffload.stats(model)
+        assert stats.nbytes_copied > 0
+        assert stats.nbytes_pinned == stats.nbytes_host == sum(map(align, sizes(model).values()))
+        del model, run
 
 
 # -- edits -------------------------------------------------------------------------------------------------------------

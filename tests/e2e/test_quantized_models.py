@@ -3,12 +3,11 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -16,7 +15,6 @@ import fxoffload
 from fxoffload import api
 from fxoffload.attached import attachment_of
 from fxoffload.errors import BudgetError, GradientError, OffloadError, WeightError
-from fxoffload.select import tensors_below
 from tests.checks import Trio, assert_state, assert_streams, attached, check_budgets, halve, offload, snapshot
 from tests.models import Block, Toy, first, seeded
 from tests.wrapped import D, Fickle, Opaque, Packed, PackedLinear, Scaled, Shifted, State, requantized
@@ -300,52 +298,6 @@ def test_layerwise_casting_is_not_compiled(fullgraph: bool) -> None:
     text = r"^foreign: Toy\.inp: layerwise casting of diffusers .*cannot be compiled; offload the model without a compiler"
     with pytest.raises(OffloadError, match=text), torch.no_grad():
         compiled(given(0))
-
-
-# -- distributed -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def sharded(mesh: Any) -> nn.Module:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    model = seeded(lambda: Toy(4, D))
-    for module in model.modules():
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, key, frozen(distribute_tensor(parameter.data, mesh, [Shard(0)])))
-    return model
-
-
-def test_distributed_weights_of_one_rank(mesh: Any) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-    def whole(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: model(distribute_tensor(x, mesh, [Replicate()])).full_tensor()
-
-    model, plain = sharded(mesh), sharded(mesh)
-    attachment = attached(model, 0.6)
-    with torch.no_grad():
-        for k in range(3):
-            assert torch.equal(whole(model)(given(k)), whole(plain)(given(k)))
-            assert fxoffload.stats(model).nbytes_copied > 0
-        attachment.detach()
-        compiled = offload(model, segment_compiler="aot_eager")
-        expected = [whole(compiled)(given(k)) for k in range(3)]
-        halve(model)
-        for k in range(3):
-            assert torch.equal(whole(compiled)(given(k)), expected[k])
-            torch.testing.assert_close(expected[k], whole(plain)(given(k)))
-    assert_streams(model)
-    assert type(model.get_parameter("inp.weight")) is DTensor
-    assert {w.name for w in api.bindings_of(model)[-1].program.facts.weights} == {name for name, _ in tensors_below(model)}
 
 
 # -- refused by name ---------------------------------------------------------------------------------------------------

@@ -245,10 +245,13 @@ def offload_half(model: nn.Module, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_early_exit(how: str) -> None:
+@pytest.mark.parametrize("at_first", [99, 1])
+def test_early_exit(at_first: int, how: str) -> None:
+    """Also where the first call leaves blocks out, which are packed when they are used."""
     torch.manual_seed(0)
     model = EarlyExit(6).eval().requires_grad_(False)
     plain = copy.deepcopy(model)
+    model.last = at_first
     nbytes = sum(p.nbytes for p in model.parameters())
     offload_half(model, how)
     with torch.no_grad():

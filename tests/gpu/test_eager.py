@@ -64,6 +64,18 @@ def test_inputs_on_the_host_are_moved() -> None:
         assert torch.equal(model(given(k).cpu()), plain(given(k)))
 
 
+@pytest.mark.parametrize("blocks", [slice(None), slice(1, 3)], ids=["all blocks", "some"])
+@torch.no_grad()
+def test_weights_that_start_on_the_device_come_to_the_host(blocks: slice) -> None:
+    model = toy()
+    plain = copy.deepcopy(model).to(DEVICE)
+    model.blocks[blocks].to(DEVICE)  # type: ignore[index,union-attr]
+    attached(model)
+    for k in range(3):
+        assert torch.equal(model(given(k)), plain(given(k)))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
 @torch.no_grad()
 def test_the_host_does_not_wait() -> None:
     model = toy()

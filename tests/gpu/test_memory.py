@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -159,12 +160,15 @@ def test_pinned_bytes_are_hardly_more_than_the_weights() -> None:
     assert all(p.is_pinned() for p in model.parameters())
 
 
+@pytest.mark.parametrize("blocks", [slice(None), slice(2, 5)], ids=["all", "some"])
 @torch.no_grad()
-def test_weights_that_start_on_the_device_are_taken_over() -> None:
+def test_weights_that_start_on_the_device_are_taken_over(blocks: slice) -> None:
     model = toy(6, 512)
     before = snapshot(model)
-    model.to(DEVICE)
-    wanted = model(given(1, d=512)).clone()
+    wanted = copy.deepcopy(model).to(DEVICE)(given(1, d=512)).clone()
+    model.blocks[blocks].to(DEVICE)
+    if blocks == slice(None):
+        model.to(DEVICE)
     nbytes = sum(p.nbytes for p in model.parameters())
     compiled = offload(model)
     settle(compiled, given(0, d=512))

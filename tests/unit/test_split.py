@@ -14,6 +14,7 @@ from fxoffload.blocks import find_blocks
 from fxoffload.split import segment_inputs, segment_key, segment_module, split_graph
 from tests.models import CASES, seeded, toy
 from tests.tracing import Traced, read
+from tests.wrapped import Scaled
 
 X = torch.ones(3, 16)
 WHOLE = 1 << 30
@@ -170,6 +171,32 @@ def test_operators_and_constants_count(pair: tuple[Callable[..., Any], Callable[
 )
 def test_the_layout_of_an_input_counts(other: torch.Tensor) -> None:
     assert key_of(torch.sin, X) != key_of(torch.sin, other)
+
+
+class Tagged(Scaled):
+    """A wrapper of one layout that is made with a tag."""
+
+    tag = ""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data_", "scale"], self.tag
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> Any:
+        made = cls(inner["data_"], inner["scale"])
+        made.tag = context
+        return made
+
+
+def tagged(tag: str, scale: torch.Tensor) -> torch.Tensor:
+    return Tagged.__tensor_unflatten__({"data_": torch.ones(3, 16, dtype=torch.int8), "scale": scale}, tag, None, None)
+
+
+def test_what_a_wrapper_is_made_with_and_how_it_lies_inside_counts() -> None:
+    one = key_of(torch.sin, tagged("a", torch.ones(3, 1)))
+    assert one == key_of(torch.sin, tagged("a", torch.ones(3, 1)))
+    assert one != key_of(torch.sin, tagged("b", torch.ones(3, 1)))
+    assert one != key_of(torch.sin, tagged("a", torch.ones(1, 1)))
 
 
 def test_a_storage_offset_does_not_count() -> None:
