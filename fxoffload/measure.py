@@ -154,14 +154,14 @@ def _compare(binding: Binding, plan: Plan, segments: SegmentTimer, copies: Spans
     # A copy for the next forward that this one issued is the last of its name; the one that this forward used is that before it.
     used = [copies[load.name][-2 if load.wraps else -1] for load in plan.loads]
     measured = _timeline(plan, spans, used)
-    kinds: dict[Any, int] = {}
+    kinds: dict[int, int] = {}
     copy_ms = {bucket.name: bucket.copy_ms for bucket in costs.buckets}
     return Measurement(
         plan=plan,
         segments=tuple(
             SegmentMeasure(
                 segment.name,
-                kinds.setdefault(programs[identifier(segment.name)], len(kinds)),
+                kinds.setdefault(id(programs[identifier(segment.name)]), len(kinds)),
                 segment.compute_ms,
                 time.end_ms - time.start_ms,
             )

@@ -52,11 +52,12 @@ class SegmentTimer:
 
     def refine(self, costs: Costs) -> Costs:
         """The costs with the compute times that were measured, in the last forward."""
-        by_program: dict[Compiled, list[float]] = {}
+        # By `id`: what AOTAutograd's cache returns has no hash.
+        by_program: dict[int, list[float]] = {}
         for name, ms in self.times().items():
-            by_program.setdefault(self._programs[name], []).append(ms)
+            by_program.setdefault(id(self._programs[name]), []).append(ms)
         segments = tuple(
-            dataclasses.replace(s, compute_ms=statistics.median(by_program[self._programs[identifier(s.name)]]))
+            dataclasses.replace(s, compute_ms=statistics.median(by_program[id(self._programs[identifier(s.name)])]))
             for s in costs.segments
         )
         return dataclasses.replace(costs, segments=segments)

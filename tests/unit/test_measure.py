@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import fxoffload
-from fxoffload import api
+from fxoffload import api, lower
 from fxoffload.cost import Costs
 from fxoffload.errors import OffloadError
+from fxoffload.lower import Compiled, boxed
 from fxoffload.measure import LoadMeasure, Measurement, SegmentMeasure
 from fxoffload.timeline import LoadTime, SegmentTime, Timeline
 from tests.models import rows, toy
@@ -42,7 +44,21 @@ def test_every_segment_and_copy_is_timed(budget: str) -> None:
     assert found.step_ms >= found.compute_ms
 
 
-def test_equal_segments_are_one_kind() -> None:
+class Hashless:
+    """As what AOTAutograd's cache returns."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, program: Compiled) -> None:
+        self._program = program
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        return self._program(arguments)
+
+
+@pytest.mark.parametrize("made", [boxed, lambda program: Hashless(boxed(program))], ids=["", "without a hash"])
+def test_equal_segments_are_one_kind(monkeypatch: pytest.MonkeyPatch, made: Callable[..., Compiled]) -> None:
+    monkeypatch.setattr(lower, "boxed", made)
     model, x = compiled("200KiB"), rows(0, 64, 32)
     with torch.no_grad():
         found = fxoffload.measure(model, lambda: model(x))
