@@ -30,6 +30,8 @@ from fxoffload.config import OffloadConfig
 from fxoffload.engine import Stats, available_device
 from fxoffload.errors import BudgetError, ConfigError, OffloadWarning
 from fxoffload.handle import LayerwiseOffloadHandle, handle_of, offload_module
+from fxoffload.layout import overlapping
+from fxoffload.owner import named_tensors
 from fxoffload.select import nbytes_below
 from fxoffload.sizes import show_size
 from fxoffload.units import BLOCKS_ATTRS, block_names
@@ -166,6 +168,7 @@ def offload_pipeline(
     }
     device = available_device(config.onload_device)
     _warn_of_others({name: module for name, module in components.items() if name not in chosen}, device)
+    _warn_of_parted(components)
     handles = _attach({name: (components[name], configs[name]) for name in chosen})
     return LayerwiseOffloadHandleGroup(pipeline, handles, {}, device)
 
@@ -190,6 +193,7 @@ def keep_resident_but_blocks(pipeline: Any, settings: Mapping[str, Any]) -> Laye
         name: OffloadConfig.from_options({**settings, "memory_budget": shared, "module_names": names})
         for name, names in blocks.items()
     }
+    _warn_of_parted(components)
     handles = _attach({name: (components[name], configs[name]) for name in blocks})
     resident = {name: (module, _device_of(module)) for name, module in components.items() if name not in blocks}
     try:
@@ -324,6 +328,29 @@ def _warn_of_others(others: Mapping[str, Module], device: torch.device) -> None:
             warnings.warn(
                 f"pipelines: {name}: it is not chosen, and its {show_size(nbytes_below(module))} of weights stay on "
                 f"{str(where)!r}, while the pipeline runs on {str(device)!r}; move it there, or offload it too",
+                OffloadWarning,
+                stacklevel=4,
+            )
+
+
+def _warn_of_parted(components: Mapping[str, Module]) -> None:
+    """Weights of several components over one memory are weights of their own from now on, as after `Module.to`.
+
+    Not those that are one Parameter of several.
+    """
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    component_of: dict[str, str] = {}
+    for component, module in components.items():
+        for name, tensor in named_tensors(module):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta":
+                path = f"{component}.{name}"
+                tensors[id(tensor)], component_of[path] = (path, tensor), component
+    for group in overlapping(list(tensors.values())):
+        names = [name for name, _ in group]
+        if len({component_of[name] for name in names}) > 1:
+            warnings.warn(
+                f"pipelines: {' and '.join(names)} share memory, and are weights of their own from now on: what is written to "
+                "one no longer shows in the others; make them one Parameter of all these modules to keep them tied",
                 OffloadWarning,
                 stacklevel=4,
             )

@@ -13,6 +13,7 @@ from torch import nn
 import fxoffload
 from fxoffload import api
 from fxoffload.buckets import align
+from fxoffload.errors import OffloadWarning
 from tests.checks import assert_state, assert_streams, attached, call, halve, offload, snapshot
 from tests.e2e.test_weights import CHANGES, INPUTS, Conv, Everywhere, Mixed, images, make_odd
 from tests.models import Counting, Toy, rows, seeded, toy
@@ -205,6 +206,21 @@ def test_two_parameters_over_one_memory_in_two_models() -> None:
         right(run, plain, rows(1))
     models[0].blocks[1].up.weight.mul_(2)
     right(models[1], plains[1], rows(2))
+
+
+@torch.no_grad()
+def test_two_parameters_over_one_memory_in_a_pipeline() -> None:
+    models, plains = in_common(), in_common()
+    models[1].blocks[2].up.weight = nn.Parameter(models[0].blocks[1].up.weight.data, requires_grad=False)
+    plains[1].blocks[2].up.weight = nn.Parameter(plains[0].blocks[1].up.weight.clone(), requires_grad=False)
+    what = r"^pipelines: text_encoder\.blocks\.1\.up\.weight and transformer\.blocks\.2\.up\.weight share memory"
+    with pytest.warns(OffloadWarning, match=what) as warned:
+        fxoffload.layerwise_offload(Pipeline(*models), onload_device="cpu", memory_budget="1MiB")
+    assert len(warned) == 1, "the weight that both have as one Parameter stays tied"
+    models[0].blocks[1].up.weight.mul_(2)
+    plains[0].blocks[1].up.weight.mul_(2)
+    for model, plain in zip(models, plains, strict=True):
+        right(model, plain, rows(1))
 
 
 # -- what goes back to the host ----------------------------------------------------------------------------------------
