@@ -32,8 +32,9 @@ def nothing() -> None:
     """A prefetch, a wait or an eviction."""
 
 
-def segment(value: Any, weight: Any) -> tuple[Any]:
-    del weight
+def segment(arguments: list[Any]) -> tuple[Any]:
+    value, _ = arguments
+    arguments.clear()
     return (value,)
 
 
