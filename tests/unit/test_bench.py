@@ -172,7 +172,8 @@ def test_lines_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--workload", "fluxx"], "workloads: 'fluxx' is not known; did you mean 'flux' or 'flux2'?"),
         (
             ["--contenders", "fxofload-*"],
-            "contenders: 'fxofload-*' matches none; did you mean 'fxoffload-eager' or 'fxoffload-compiled'?",
+            "contenders: 'fxofload-*' matches none; "
+            "did you mean 'fxoffload-eager' or 'fxoffload-compiled' or 'fxoffload-captured'?",
         ),
         (["--steps", "0"], "bench: --steps: 0 is not accepted; give a whole number of at least 1"),
     ],
