@@ -150,16 +150,13 @@ def _matrix_tflop_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _float8_tflop_s(device: torch.device) -> float | None:
-    """None where the device or this torch has no such products."""
-    a, b = (torch.randn(_MATRIX, _MATRIX, device=device).to(_FLOAT8) for _ in range(2))
+    """None where the device or this torch has no such products, or not even the dtype."""
     one = torch.ones((), device=device)
-
-    def product() -> torch.Tensor:
-        return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-
     try:
-        return 2 * _MATRIX**3 / _ms(device, product) / 1e9
-    except (RuntimeError, NotImplementedError) as error:
+        a, b = (torch.randn(_MATRIX, _MATRIX, device=device).to(_FLOAT8) for _ in range(2))
+        multiply = functools.partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return 2 * _MATRIX**3 / _ms(device, multiply) / 1e9
+    except (RuntimeError, TypeError) as error:
         logger.info("calibrate: no float8 products: %s", error)
         return None
 
