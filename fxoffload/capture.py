@@ -28,11 +28,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from fxoffload.arena import POISON
+from fxoffload.profile import Compiled
 from fxoffload.transfer import Counters, Slot, copy_without_blocking
 from fxoffload.verify_capture import COMPUTE, COPIES, OUTSIDE, Recording, Step
 
 T = TypeVar("T")
-Compiled = Callable[..., Any]
 
 
 class Graph(Protocol):

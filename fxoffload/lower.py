@@ -37,10 +37,9 @@ import torch.fx as fx
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger
 from fxoffload.names import identifier
+from fxoffload.profile import Compiled
 from fxoffload.split import segment_inputs, segment_key, segment_module
 
-Compiled = Callable[[list[Any]], Any]
-"""A segment's program: takes a list of arguments, and empties it."""
 _ARGUMENTS = "arguments"
 
 

@@ -20,7 +20,8 @@ from fxoffload.cost import Costs
 from fxoffload.names import identifier
 from fxoffload.transfer import Slot, Transfer
 
-Compiled = Callable[..., Any]
+Compiled = Callable[[list[Any]], Any]
+"""A segment's program: takes a list of arguments, and empties it."""
 Mark = Any
 """A `torch.Event`, or seconds of the host."""
 Spans = dict[str, list[tuple[Mark, Mark]]]

@@ -18,6 +18,7 @@ from fxoffload.facts import Facts
 from fxoffload.machine import Machine
 from fxoffload.planner import Knobs, knobs_of
 from fxoffload.price import SegmentPrice
+from fxoffload.profile import Compiled
 from fxoffload.rows import Source
 
 
@@ -44,7 +45,7 @@ class Program:
     """Where results go; None where they are, and where code behind a graph break goes on with them."""
     seconds: tuple[tuple[str, float], ...]
     """How long each stage took."""
-    programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    programs: dict[str, Compiled] = field(default_factory=dict)
     """The compiled segments by identifier; empty until they are compiled."""
     distinct: int = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.fx as fx
@@ -16,6 +16,7 @@ from fxoffload.lower import TopLevel, generate
 from fxoffload.names import identifier
 from fxoffload.packed import HostWeight
 from fxoffload.plan import Plan
+from fxoffload.profile import Compiled
 from fxoffload.program import Program
 from fxoffload.slots import Slots
 from fxoffload.transfer import Transfer
@@ -24,7 +25,7 @@ from fxoffload.transfer import Transfer
 class Watcher(Protocol):
     """Who is to see segments run: puts something around their programs."""
 
-    def wrap(self, programs: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]: ...
+    def wrap(self, programs: Mapping[str, Compiled]) -> dict[str, Compiled]: ...
 
 
 def write_plan(program: Program, plan: Plan) -> fx.GraphModule:

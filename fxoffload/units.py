@@ -242,7 +242,8 @@ def _split(module: Module, limit_nbytes: int) -> Iterator[Module]:
     A container never stands for its members, which somebody may call one by one. Nor is a module taken apart that has most of its
     weights itself: they would stay resident.
     """
-    if nbytes_below(module) <= limit_nbytes or _is_leaf(module) or 2 * _own_nbytes(module) > nbytes_below(module):
+    nbytes = nbytes_below(module)
+    if nbytes <= limit_nbytes or _is_leaf(module) or 2 * _nbytes(own_tensors(module)) > nbytes:
         yield module
     else:
         for child in _callable_children(module):
@@ -255,10 +256,6 @@ def _callable_children(module: Module) -> Iterator[Module]:
             yield from _callable_children(child)
         else:
             yield child
-
-
-def _own_nbytes(module: Module) -> int:
-    return _nbytes(own_tensors(module))
 
 
 def _is_leaf(module: Module) -> bool:
