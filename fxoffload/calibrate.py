@@ -1,6 +1,9 @@
 """Measure the constants of a machine: link, copy and kernel latency, memory bandwidth, matrix and attention rates. Once, in under
 a second.
 
+Each is the best of several times, with the device's clocks up and the link measured from several places of the host: a machine
+that others use, too, is slower now and then, and what it is slower by is not a constant of it.
+
 The result is cached in the user's cache directory under a key of device name, driver and torch version. The CPU as a device
 has nominal constants, so that plans made for it are the same everywhere.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +27,10 @@ from fxoffload.machine import ATTENTION, MASKED_ATTENTION, Machine
 
 _COPY_NBYTES = 128 << 20
 _COPIES = 32
+_PLACES = 3
+"""Buffers on the host. Memory of one machine may be nearer to the device or further away."""
+_WARM_UP_S = 0.05
+"""A device that was idle takes so long to raise its clocks."""
 _KERNELS = 8
 _LEAST_LATENCY_MS = 0.001
 _MATRIX = 4096
@@ -55,7 +62,7 @@ def cache_path(device: torch.device) -> Path:
     """`$XDG_CACHE_HOME/fxoffload/machine-<key>.json`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|5".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{name}|{_driver_version()}|{torch.__version__}|6".encode()).hexdigest()[:16]
     return Path(root) / "fxoffload" / f"machine-{key}.json"
 
 
@@ -72,6 +79,7 @@ def measure(device: torch.device) -> Machine:
         # Libraries keep a workspace from their first kernel on. As a piece of a large block it would keep the block, too.
         small = torch.ones(16, 16, device=device, dtype=dtype)
         torch.matmul(small, small)
+    _warm_up(device)
     large, pieces, move = _copies_ms(device)
     latency, bytes_ms = fit_pieces(large, pieces, _COPIES)
     launch, _ = fit_pieces(*_products_ms(device), _KERNELS)
@@ -131,16 +139,24 @@ def _copies_ms(device: torch.device) -> tuple[float, float, float]:
 
     A single copy that finds the device idle takes five times the latency longer, but in a forward they follow each other.
     """
-    host = torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
+    places = [torch.empty(_COPY_NBYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_PLACES)]
     there, other = (torch.empty(_COPY_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    pieces = list(zip(there.chunk(_COPIES), host.chunk(_COPIES), strict=True))
 
-    def one_by_one() -> None:
-        for to, from_ in pieces:
+    def one_by_one(host: torch.Tensor) -> None:
+        for to, from_ in zip(there.chunk(_COPIES), host.chunk(_COPIES), strict=True):
             to.copy_(from_, non_blocking=True)
 
-    large = _ms(device, lambda: there.copy_(host, non_blocking=True))
-    return large, _ms(device, one_by_one), _ms(device, lambda: other.copy_(there))
+    large = min(_ms(device, functools.partial(there.copy_, host, non_blocking=True)) for host in places)
+    pieces = min(_ms(device, functools.partial(one_by_one, host)) for host in places)
+    return large, pieces, _ms(device, lambda: other.copy_(there))
+
+
+def _warm_up(device: torch.device) -> None:
+    a = torch.ones(_MATRIX, _MATRIX, device=device, dtype=torch.bfloat16)
+    end = time.perf_counter() + _WARM_UP_S
+    while time.perf_counter() < end:
+        torch.matmul(a, a)
+        torch.accelerator.synchronize(device)
 
 
 def _matrix_tflop_s(device: torch.device, dtype: torch.dtype) -> float:
@@ -173,8 +189,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _ms(device: torch.device, work: Callable[[], object], repeats: int = 5, behind: Callable[[], object] | None = None) -> float:
-    """Median time of some device work, after one warm-up. `behind`: work that is issued before it each time, and not counted."""
+def _ms(device: torch.device, work: Callable[[], object], repeats: int = 8, behind: Callable[[], object] | None = None) -> float:
+    """The least time of some device work, after one warm-up. `behind`: what is issued before it each time, and not counted."""
     work()
     times: list[float] = []
     for _ in range(repeats):
@@ -186,4 +202,4 @@ def _ms(device: torch.device, work: Callable[[], object], repeats: int = 5, behi
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return min(times)

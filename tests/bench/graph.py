@@ -27,12 +27,11 @@ import torch
 import fxoffload
 from fxoffload import api, timing
 from fxoffload.binding import Binding
-from fxoffload.calibrate import machine_of
 from fxoffload.dispatch import Dispatch
 from fxoffload.edits import EditWatch
 from fxoffload.hardware import driver
 from fxoffload.workloads import WORKLOADS, find_workload, make_inputs, make_model, show, weight_nbytes
-from tests.bench.sweep import DEVICE, GIB, add_bounds, spread
+from tests.bench.sweep import DEVICE, GIB, add_bounds, link_gb_s, spread
 
 WARM = 3
 HOST = 5
@@ -60,7 +59,6 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "model": show(workload, weight_nbytes(model), 1),
-        "link_gb_s": machine_of(DEVICE).link_gb_s,
         "calls_us": call_costs(),
     }
     torch.cuda.empty_cache()
@@ -129,6 +127,7 @@ class Bench:
         host_ms = host_times(self.call)
         with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
             unguarded_ms = host_times(self.call)
+        link = link_gb_s(self.model)
         return {
             "budget": budget,
             "cuda_graph": on,
@@ -145,6 +144,7 @@ class Bench:
             "equal_to_resident": torch.equal(out, self.resident),
             "streamed_gib": stats.nbytes_copied / GIB,
             "loads": len(plan.loads),
+            "link_gb_s": link,
             "wraps": sum(load.wraps for load in plan.loads),
             "replays": stats.replays - before,
             "host_costs_us": host_costs(self.model, self.call),

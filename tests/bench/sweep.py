@@ -6,10 +6,11 @@ Every row is the same compiled program under another plan (`set_memory_budget`; 
 is compared bit for bit with the row in which everything is resident. Plans are made with the static cost model: `predicted_ms` is
 theirs.
 
-`bound_ms` is the windowed bound with the segment times of a resident forward (scaled to the resident step), the link as measured
-in this run and the activations of the plan; `naive_bound_ms` is max(compute, streamed bytes / link). A device under load lowers
-its clocks, so the resident step is measured at the start, in the middle and at the end of the sweep, and is the median of all
-these steps. The link is the median over all rows: behind each, some GiB of weights are copied from where they lie, back to back.
+`bound_ms` is the windowed bound with the segment times of a resident forward (scaled to the resident step), the link of the row
+and the activations of the plan; `naive_bound_ms` is max(compute, streamed bytes / link). A device under load lowers its clocks:
+the resident step is measured at the start, in the middle and at the end of the sweep, and is the median of all these steps.
+The link of a row (`link_gb_s`): before and behind its steps, all that its plan streams is copied from where it lies, back to
+back, while nothing computes. Not all memory of a host is read equally fast, and not at all times.
 `kinds` has the predicted and the measured time of each kind of segment.
 The file is written anew behind every row, so that a run that is cut short leaves what it has.
 
@@ -139,7 +140,6 @@ class Sweep:
         self.resident: torch.Tensor | None = None
         """The output with everything resident, which all others must equal."""
         self.rows: list[dict[str, Any]] = []
-        self.links: list[float] = []
 
     def call(self) -> torch.Tensor:
         return self.compiled(**self.kwargs)[0]
@@ -169,12 +169,12 @@ class Sweep:
         rows = [dict(row) for i, row in enumerate(self.rows) if i == 0 or row["budget"] != "all"]
         rows[0] |= spread([t for times in resident for t in times])
         del rows[0]["steps_ms"]
-        link_gb_s = statistics.median(self.links)
-        add_bounds(rows, dataclasses.replace(self.measured, link_bytes_per_ms=link_gb_s * 1e6))
+        add_bounds(rows, self.measured)
+        links = [row["link_gb_s"] for row in rows if "error" not in row]
         return {
-            "link_gb_s": link_gb_s,
-            "link_min_gb_s": min(self.links),
-            "link_max_gb_s": max(self.links),
+            "link_gb_s": statistics.median(links),
+            "link_min_gb_s": min(links),
+            "link_max_gb_s": max(links),
             "first_call_s": self.first_call_s,
             "stages_s": dict(program.seconds),
             "setup_s": api.engine_of(self.model).store.seconds,
@@ -208,10 +208,12 @@ class Sweep:
             return {"budget": budget, "error": str(error)}
         plan_s = time.perf_counter() - start
         with timing.turn(self.args.lock):
+            self.call()
+            before = link_gb_s(self.model)
             self.settle()
             steps, out = timing.time_steps(self.call, self.args.steps, DEVICE)
             reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-            self.links.append(link_gb_s(self.model))
+            links = before, link_gb_s(self.model)
         out = out.cpu()
         if self.resident is None:
             assert bool(torch.isfinite(out).all()), "outputs that are not numbers compare nothing"
@@ -234,7 +236,7 @@ class Sweep:
             "arena_gib": plan.arena_nbytes / GIB,
             "loads": len(plan.loads),
             "plan_s": plan_s,
-            "link_gb_s": self.links[-1],
+            "link_gb_s": statistics.harmonic_mean(links),
         }
 
     def costs_of_both(self) -> dict[str, Any]:
@@ -300,9 +302,13 @@ def kinds(planned: Sequence[SegmentCost], measured: Sequence[SegmentCost]) -> li
 
 
 def link_gb_s(model: torch.nn.Module) -> float:
-    """The link's rate now: of weights, copied from where they lie on the host."""
-    buckets = list(api.engine_of(model).store.buckets.values())
-    buckets = buckets[:: max(1, sum(b.nbytes for b in buckets) // LINK_NBYTES)]
+    """The link's rate now for what a forward streams, from where that lies on the host; for some GiB where nothing streams."""
+    store = api.engine_of(model).store
+    buckets = [store.buckets[load.bucket] for load in fxoffload.get_plan(model).loads]
+    if not buckets:
+        buckets = list(store.buckets.values())
+        buckets = buckets[:: max(1, sum(b.nbytes for b in buckets) // LINK_NBYTES)]
+    torch.cuda.synchronize()
     there = torch.empty(max(b.nbytes for b in buckets), dtype=torch.uint8, device=DEVICE)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -334,7 +340,7 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def add_bounds(rows: Sequence[dict[str, Any]], costs: Costs) -> None:
-    """Both bounds of every row; the first row is the resident one."""
+    """Both bounds of every row, with its own link; the first row is the resident one."""
     resident_ms = rows[0]["step_ms"]
     scale = resident_ms / sum(s.compute_ms for s in costs.segments)
     segments = tuple(dataclasses.replace(s, compute_ms=s.compute_ms * scale) for s in costs.segments)
@@ -342,9 +348,9 @@ def add_bounds(rows: Sequence[dict[str, Any]], costs: Costs) -> None:
     for entry in rows:
         if "error" in entry:
             continue
-        weight_nbytes = entry["weight_nbytes"]
-        streamed_ms = max(sum(b.nbytes for b in costs.buckets) - weight_nbytes, 0) / costs.link_bytes_per_ms
-        entry["bound_ms"] = windowed_bound(costs, weight_nbytes)
+        weight_nbytes, link_bytes_per_ms = entry["weight_nbytes"], entry["link_gb_s"] * 1e6
+        streamed_ms = max(sum(b.nbytes for b in costs.buckets) - weight_nbytes, 0) / link_bytes_per_ms
+        entry["bound_ms"] = windowed_bound(dataclasses.replace(costs, link_bytes_per_ms=link_bytes_per_ms), weight_nbytes)
         entry["naive_bound_ms"] = max(resident_ms, streamed_ms)
         entry["ratio"] = entry["step_ms"] / entry["bound_ms"]
 

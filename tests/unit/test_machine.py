@@ -92,6 +92,24 @@ def test_whatever_the_times_of_copies_the_latency_and_the_link_are_positive(
     assert fit_pieces(*times_ms, 32) == pytest.approx((latency_ms, times_ms[0] - latency_ms))
 
 
+def test_what_slows_a_machine_for_a_while_is_not_taken_for_a_constant_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, works = iter([9.0, 2.5, 2.0, 7.0, 2.1, 2.2, 8.0, 3.0]), []
+
+    class Event:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, _: object) -> float:
+            return next(times)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    assert calibrate._ms(CPU, lambda: works.append("work"), behind=lambda: works.append("behind")) == 2.0
+    assert works == ["work", *["behind", "work"] * 8]
+
+
 @pytest.mark.parametrize("has_float8", [True, False])
 def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch, has_float8: bool) -> None:
     def product(a: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -101,6 +119,7 @@ def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch, has_float8:
 
     nbytes, nothing = 128 << 20, lambda *_, **__: 100.0
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
     monkeypatch.setattr(torch, "_scaled_mm", product)
     monkeypatch.setattr(calibrate, "_MATRIX", 16)
     monkeypatch.setattr(calibrate, "_ms", lambda _, work: (work(), 1e-3)[1])
