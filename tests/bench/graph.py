@@ -7,7 +7,9 @@ caller waits for included: Dynamo's guards, the look at every weight, the launch
 (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), which grow with the number of modules. `bound_ms` is the windowed
 bound, from the segment times of a resident forward, scaled to the faster of the two resident steps. Both results are compared
 bit for bit with the resident, uncaptured one. `host_costs_us` says where the host's time goes in a forward: the median of each
-kind of call, and how many there are; `calls_us` what single calls of torch cost on idle streams.
+kind of call, and how many there are; `calls_us` what single calls of torch cost on idle streams. `copies` is from a trace of
+forwards that are issued one behind the other: for which share of the time the link is busy, the time from the end of one copy
+to the start of the next, and the rates of single copies, also for each quarter of a forward.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from tests.bench.sweep import DEVICE, GIB, add_bounds, link_gb_s, spread
 
 WARM = 3
 HOST = 5
+TRACED = 3
 
 
 def main() -> None:
@@ -91,6 +96,10 @@ class Bench:
         self.capture(False)
         costs = api.profile(self.model, self.call)
         rows = [row for budget in budgets for row in self.pair(budget, steps)]
+        # Last: what traces may slow what is timed later.
+        for row in rows:
+            if row["loads"]:
+                row["copies"] = self.copies(row)
         add_bounds([min(rows[:2], key=lambda row: row["step_ms"]), *rows], costs)
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         return {"segments": len(costs.segments), "weights": len(self.binding._packed), "graphs_compiled": compiled, "rows": rows}
@@ -107,6 +116,14 @@ class Bench:
         named = {"all": "100GiB", "smallest": api.smallest_budget(self.model)}
         fxoffload.set_memory_budget(self.model, named.get(budget, budget))
         return [self.row(budget, steps, on) for on in (False, True)]
+
+    def copies(self, row: dict[str, Any]) -> dict[str, Any]:
+        """How the copies of a row follow each other."""
+        fxoffload.set_memory_budget(self.model, round(row["budget_gib"] * GIB))
+        self.capture(row["cuda_graph"])
+        for _ in range(WARM + 1):
+            self.call()
+        return traced_copies(self.call, row["loads"])
 
     def row(self, budget: str, count: int, on: bool) -> dict[str, Any]:
         self.capture(on)
@@ -149,6 +166,41 @@ class Bench:
             "replays": stats.replays - before,
             "host_costs_us": host_costs(self.model, self.call),
         }
+
+
+def traced_copies(call: Callable[[], torch.Tensor], loads: int) -> dict[str, Any]:
+    """Of a few forwards, one behind the other. `loads`: copies of a forward."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(TRACED):
+            call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    found = [event for event in events if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]]
+    # Inputs are far smaller than weights.
+    copies = sorted(found, key=lambda event: event["args"]["bytes"])[-TRACED * loads :]
+    copies.sort(key=lambda event: event["ts"])
+    return summary([(event["ts"], event["dur"], event["args"]["bytes"]) for event in copies], loads)
+
+
+def summary(copies: Sequence[tuple[float, float, int]], loads: int) -> dict[str, Any]:
+    """Of copies by start (microseconds), duration (microseconds) and bytes, `loads` of them a forward."""
+    gaps_us = [after[0] - before[0] - before[1] for before, after in pairwise(copies)]
+    rates = [nbytes / us / 1e3 for _, us, nbytes in copies]
+    quarters: list[list[float]] = [[] for _ in range(4)]
+    for i, rate in enumerate(rates):
+        quarters[i % loads * 4 // loads].append(rate)
+    tenths = statistics.quantiles(rates, n=10)
+    return {
+        "busy": sum(us for _, us, _ in copies) / (copies[-1][0] + copies[-1][1] - copies[0][0]),
+        "gap_us": statistics.median(gaps_us),
+        "gap_max_us": max(gaps_us),
+        "gb_s": {"least": min(rates), "tenth": tenths[0], "median": statistics.median(rates), "most": max(rates)},
+        "quarters_gb_s": [statistics.mean(quarter) for quarter in quarters],
+    }
 
 
 def host_times(call: Callable[[], torch.Tensor]) -> list[float]:
