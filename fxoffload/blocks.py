@@ -15,6 +15,9 @@ that is alive across the cut,
 and a segment more costs `SEGMENT_NBYTES`, the traffic that its launch overhead is worth. Dynamic programming over the cuts
 of one group minimises the sum. No cut parts a view of a weight, or a wrapper made of its parts, from what reads it, nor what
 `vmap` runs at once.
+
+A segment holds its weights while it runs. So a node that reads none and takes long, such as attention over many tokens, becomes
+a segment of its own where the cuts before and behind it cost no fusion.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from fxoffload.facts import Facts, NodeFacts
 from fxoffload.names import claim, identifier
 
 SEGMENT_NBYTES = 16 << 20
+_LIGHT = 16
+"""Of the limit: weights of no more than this part of it may be held while a long kernel runs."""
 _NEVER = 1 << 62
 _INDEXED = re.compile(r"^(?:(?P<container>.*)\.)?\d+$")
 
@@ -59,10 +64,11 @@ class Blocks:
         )
 
 
-def find_blocks(facts: Facts, *, max_segment_nbytes: int, declared: Collection[str] = ()) -> Blocks:
+def find_blocks(facts: Facts, *, max_segment_nbytes: int, declared: Collection[str] = (), long: Collection[str] = ()) -> Blocks:
     """Cut a graph into segments whose weights are at most `max_segment_nbytes` (one larger weight: a segment alone).
 
     `declared`: dotted paths of the blocks (`units.declared_paths`); without it, or where none of them ran, they are discovered.
+    `long`: names of nodes that read no weights, and during which none should be held.
     """
     weight_nbytes = {w.placeholder: w.nbytes for w in facts.weights}
     groups = _groups(facts, declared)
@@ -71,7 +77,7 @@ def find_blocks(facts: Facts, *, max_segment_nbytes: int, declared: Collection[s
     owned: set[str] = set()
     names_of = {w.placeholder: w.name for w in facts.weights}
     for block, nodes in groups:
-        pieces = _cut(facts, nodes, weight_nbytes, max_segment_nbytes, owned)
+        pieces = _cut(facts, nodes, weight_nbytes, max_segment_nbytes, owned, long)
         base = block or _outside_name(nodes, names_of)
         for i, piece in enumerate(pieces):
             name = claim(base if len(pieces) == 1 else f"{base}:{i}", taken, spell=identifier)
@@ -131,7 +137,12 @@ def _outside_name(nodes: Sequence[NodeFacts], names: dict[str, str]) -> str:
 
 
 def _cut(
-    facts: Facts, nodes: list[NodeFacts], weight_nbytes: dict[str, int], limit: int, owned: set[str]
+    facts: Facts,
+    nodes: list[NodeFacts],
+    weight_nbytes: dict[str, int],
+    limit: int,
+    owned: set[str],
+    long: Collection[str],
 ) -> list[list[NodeFacts]]:
     """Split a group at the cheapest places; `owned` weights came with an earlier segment and count nothing here."""
     new_nbytes: list[int] = []
@@ -163,7 +174,22 @@ def _cut(
     while bounds[-1]:
         bounds.append(best[bounds[-1]][1])
     bounds.reverse()
-    return [nodes[a:b] for a, b in pairwise(bounds)]
+    worth = limit // _LIGHT
+    return [part for a, b in pairwise(bounds) for part in _part(facts, nodes[a:b], new_nbytes[a:b], worth, long)]
+
+
+def _part(
+    facts: Facts, nodes: list[NodeFacts], new_nbytes: list[int], worth: int, long: Collection[str]
+) -> list[list[NodeFacts]]:
+    """Cut a segment before and behind its long nodes, where that parts them from weights worth it and costs no fusion."""
+    places = [i for i, node in enumerate(nodes) if node.name in long]
+    if not places:
+        return [nodes]
+    cut_cost = _cut_costs(facts, nodes)
+    before = {i for i in places if sum(new_nbytes[:i]) > worth}
+    behind = {i + 1 for i in places if sum(new_nbytes[i + 1 :]) > worth}
+    cuts = sorted(cut for cut in before | behind if not cut_cost[cut])
+    return [nodes[a:b] for a, b in pairwise([0, *cuts, len(nodes)])]
 
 
 def _inseparable(nodes: Sequence[NodeFacts]) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@
     finer = the bytes that the link brings while everything computes, / 64, not below 48 MiB
 
 The finer one counts where it is the smaller. A weight that is at most a quarter larger than a piece stays whole: cut by rows it
-would save a quarter of its staging, and cost a concatenation of what the rows compute.
+would save a quarter of its staging, and cost a concatenation of what the rows compute. A kernel that reads no weights and takes
+as long as an eighth of a piece takes to be copied runs apart from them (`blocks`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _LEAST_FINER_NBYTES = 48 << 20
 _FINER_PIECES = 64
 _WHOLE = 1.25
 """Times a piece, and a weight is not cut for it."""
+_LONG = 0.125
+"""Of the time in which a piece is copied: a kernel that takes longer is worth a segment of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,11 +84,19 @@ def _cut(traced: Traced, limit_nbytes: int, lap: Callable[[str], None], *, holds
     sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
     facts = read_facts(gm, inputs, traced.onload, traced.names, allow_meta=not traced.runs)
     lap("facts")
-    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=traced.declared)
+    long = _long_kernels(facts, traced.machine, limit_nbytes)
+    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=traced.declared, long=long)
     lap("blocks")
     prices = price(facts, blocks, traced.machine, holds=holds)
     lap("price")
     return Cut(gm, [dataclasses.replace(traced.sources[c.position], rows=c.rows) for c in cuts], facts, blocks, prices)
+
+
+def _long_kernels(facts: Facts, machine: Machine, limit_nbytes: int) -> set[str]:
+    """Names of the library kernels without weights that take long, at the sizes that were traced."""
+    least_ms = _LONG * machine.copy_ms(limit_nbytes)
+    kernels = [node for node in facts.nodes if node.kind == "extern" and not node.weights]
+    return {n.name for n in kernels if facts.value(machine.compute_ms(n.flops, n.touched_nbytes, n.rate)) >= least_ms}
 
 
 def _bucket_limit(config: OffloadConfig, total_nbytes: int) -> int:

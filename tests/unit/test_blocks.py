@@ -275,3 +275,54 @@ segment     block  nodes  weights
 0-1:0 (x2)  0-1        5        4
 0-1:1 (x2)  0-1        3        2""",
         )
+
+
+# -- long kernels -----------------------------------------------------------------------------------------------------
+
+
+def parts(facts: Facts, limit: int, long: set[str]) -> list[str]:
+    return [" ".join(s.nodes) for s in find_blocks(facts, max_segment_nbytes=limit, long=long).segments]
+
+
+def test_no_weights_are_held_while_a_long_kernel_runs_that_reads_none() -> None:
+    nodes = [
+        node("qkv", weights=["q"], makes=(0, 1000), kind="extern"),
+        node("norm", reads=[0], makes=(1, 1000)),
+        node("attend", reads=[1], makes=(2, 1000), kind="extern"),
+        node("out", weights=["o"], reads=[2], makes=(3, 1000), kind="extern"),
+        node("add", reads=[3], makes=(4, 1000)),
+        node("up", weights=["u"], reads=[4], makes=(5, 1000), kind="extern"),
+    ]
+    facts = facts_of(nodes, weights=[weight(name, 10) for name in "qou"])
+    assert parts(facts, 20, set()) == ["qkv norm attend", "out add up"]
+    assert parts(facts, 20, {"attend"}) == ["qkv norm", "attend", "out add up"]
+    assert_covers(facts, find_blocks(facts, max_segment_nbytes=20, long={"attend"}))
+    # A group that is one piece stays one.
+    assert len(parts(facts, 30, {"attend"})) == 1
+
+
+def test_a_long_kernel_is_not_parted_from_what_fuses_across_it() -> None:
+    nodes = [
+        node("gate", weights=["g"], makes=(0, 1000), kind="extern"),
+        node("gelu", reads=[0], makes=(1, 1000)),
+        node("attend", reads=[0], makes=(2, 1000), kind="extern"),
+        node("cat", reads=[1, 2], makes=(3, 1000)),
+        node("out", weights=["o"], reads=[3], makes=(4, 1000), kind="extern"),
+        node("up", weights=["u"], reads=[4], makes=(5, 1000), kind="extern"),
+    ]
+    facts = facts_of(nodes, weights=[weight(name, 10) for name in "gou"])
+    assert parts(facts, 20, {"attend"}) == parts(facts, 20, set())
+
+
+def test_a_long_kernel_between_two_that_read_weights_is_parted_from_both() -> None:
+    facts = facts_of(
+        [
+            node("qkv", weights=["q"], makes=(0, 1000), kind="extern"),
+            node("attend", reads=[0], makes=(1, 1000), kind="extern"),
+            node("out", weights=["o"], reads=[1], makes=(2, 1000), kind="extern"),
+            node("up", weights=["u"], reads=[2], makes=(3, 1000), kind="extern"),
+        ],
+        weights=[weight("q", 10), weight("o", 10), weight("u", 20)],
+    )
+    assert parts(facts, 20, set()) == ["qkv attend out", "up"]
+    assert parts(facts, 20, {"attend"}) == ["qkv", "attend", "out", "up"]
