@@ -23,7 +23,7 @@ from fxoffload.facts import Facts
 from fxoffload.hostalias import is_weight
 from fxoffload.machine import Machine
 from fxoffload.passes.base import copy_graph
-from fxoffload.price import SegmentPrice, price
+from fxoffload.price import SegmentPrice, price, refuse_unknown_sizes
 from fxoffload.read import read_facts
 from fxoffload.rows import Source, split_rows
 from fxoffload.sink import sink_views
@@ -83,6 +83,7 @@ def _cut(traced: Traced, limit_nbytes: int, lap: Callable[[str], None], *, holds
     inputs, cuts = split_rows(gm, traced.inputs, limit_nbytes, is_weight, int(whole * limit_nbytes))
     sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
     facts = read_facts(gm, inputs, traced.onload, traced.names, allow_meta=not traced.runs)
+    refuse_unknown_sizes(facts)
     lap("facts")
     long = _long_kernels(facts, traced.machine, limit_nbytes)
     blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=traced.declared, long=long)

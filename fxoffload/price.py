@@ -39,11 +39,7 @@ class SegmentPrice:
 
 
 def price(facts: Facts, blocks: Blocks, machine: Machine, *, holds: bool = False) -> tuple[SegmentPrice, ...]:
-    """Price every segment of a graph. `holds`: a segment holds its arguments while it runs.
-
-    Raises OffloadError where a size is known only once values are computed (`nonzero`).
-    """
-    _refuse_unknown_sizes(facts)
+    """Price every segment of a graph, whose sizes are known. `holds`: a segment holds its arguments while it runs."""
     nodes = {n.name: n for n in facts.nodes}
     live = _live_nbytes(facts, blocks, holds=holds)
     sizes = {storage: nbytes for _, storage, nbytes in facts.inputs} | {s: b for n in facts.nodes for s, b in n.allocates}
@@ -58,7 +54,8 @@ def price(facts: Facts, blocks: Blocks, machine: Machine, *, holds: bool = False
     return tuple(prices)
 
 
-def _refuse_unknown_sizes(facts: Facts) -> None:
+def refuse_unknown_sizes(facts: Facts) -> None:
+    """Raises OffloadError where a size is known only once values are computed (`nonzero`)."""
     known = {symbol for symbol, _ in facts.hints}
     for node in facts.nodes:
         sizes = (node.flops, node.touched_nbytes, *(nbytes for _, nbytes in node.allocates))

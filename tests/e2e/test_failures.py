@@ -339,11 +339,12 @@ def test_another_budget_while_a_forward_runs() -> None:
 
 
 class Chosen(Toy):
-    """Returns as many rows as are above zero."""
+    """Returns the products of as many rows as are above zero."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        return y[(y[:, 0] > 0).nonzero().squeeze(-1)]
+        z = y[(y[:, 0] > 0).nonzero().squeeze(-1)]
+        return z @ z.T
 
 
 @torch.no_grad()
