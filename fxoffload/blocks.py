@@ -156,7 +156,6 @@ def _cut(
     cut_cost = _cut_costs(facts, nodes)
     for start, end in _inseparable(nodes):
         new_nbytes[start:end] = [sum(new_nbytes[start:end]), *[0] * (end - start - 1)]
-        cut_cost[start + 1 : end] = [_NEVER] * (end - start - 1)
     # A cut pays only right before a node that brings a weight: anywhere else the next such node would do as well.
     starts = [i for i, nbytes in enumerate(new_nbytes) if nbytes]
     candidates = sorted({0, len(nodes), *(c for i in starts[1:] for c in _places(cut_cost, i, starts))})
@@ -235,7 +234,7 @@ def _places(cut_cost: list[int], start: int, starts: list[int]) -> list[int]:
 
 
 def _cut_costs(facts: Facts, nodes: list[NodeFacts]) -> list[int]:
-    """For every i: the bytes of traffic that a cut between node i-1 and node i adds."""
+    """For every i: the bytes of traffic that a cut between node i-1 and node i adds; `_NEVER` where none may be."""
     born: dict[int, tuple[int, int, bool]] = {}
     readers: dict[int, list[tuple[int, bool]]] = {}
     for i, node in enumerate(nodes):
@@ -256,4 +255,6 @@ def _cut_costs(facts: Facts, nodes: list[NodeFacts]) -> list[int]:
                 costs[cut] += 2 * nbytes
             elif any(i < cut for i in fused):
                 costs[cut] += nbytes
+    for start, end in _inseparable(nodes):
+        costs[start + 1 : end] = [_NEVER] * (end - start - 1)
     return costs

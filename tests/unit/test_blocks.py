@@ -326,3 +326,16 @@ def test_a_long_kernel_between_two_that_read_weights_is_parted_from_both() -> No
     )
     assert parts(facts, 20, set()) == ["qkv attend out", "up"]
     assert parts(facts, 20, {"attend"}) == ["qkv", "attend", "out", "up"]
+
+
+def test_a_long_kernel_is_not_parted_from_what_vmap_runs_with_it() -> None:
+    nodes = [
+        node("qkv", weights=["q"], makes=(0, 1000), kind="extern"),
+        node("_vmap_increment_nesting", reads=[0]),
+        node("attend", reads=[0], makes=(1, 1000), kind="extern"),
+        node("_vmap_decrement_nesting", reads=[1]),
+        node("out", weights=["o"], reads=[1], makes=(2, 1000), kind="extern"),
+        node("up", weights=["u"], reads=[2], makes=(3, 1000), kind="extern"),
+    ]
+    facts = facts_of(nodes, weights=[weight("q", 10), weight("o", 10), weight("u", 20)])
+    assert parts(facts, 20, {"attend"}) == parts(facts, 20, set())
