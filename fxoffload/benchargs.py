@@ -38,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("fxoffload-bench.json"), metavar="FILE", help="where results go (%(default)s)"
     )
     parser.add_argument("--work", type=Path, metavar="DIR", help="where compile caches and logs go; left out: a temporary folder")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="runs on one host that give the same file time steps in turn")
+    parser.add_argument(
+        "--lock",
+        type=Path,
+        metavar="FILE",
+        help="runs on one host that give the same file time steps, and make first calls that compile nothing, in turn",
+    )
     parser.add_argument(
         "--render", type=Path, metavar="FILE", help="measure nothing; print the table of a results file, and draw"
     )

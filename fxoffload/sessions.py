@@ -58,6 +58,7 @@ class Session:
     """Every setting's output must equal, bit for bit, that of the first setting, which has everything resident."""
 
     def __init__(self, scene: Scene, *, compiled: bool = False) -> None:
+        """`compiled`: a first call may compile."""
         self.scene = scene
         self.compiled = compiled
         self.runs: Any = scene.model
@@ -137,7 +138,7 @@ class Compiled(Ours):
     """The backend, with more of its options, such as `cuda_graph`: compiled once, then planned anew for each budget."""
 
     def __init__(self, scene: Scene, **options: Any) -> None:
-        super().__init__(scene)
+        super().__init__(scene, compiled=True)
         self._options = options
 
     def apply(self, setting: Setting) -> None:

@@ -179,7 +179,9 @@ def _measure(task: Task, session: Session, setting: Setting) -> Row:
     timing.reset_peaks(device)
     start = time.perf_counter()
     _, setup_s = timing.timed(lambda: session.apply(setting), device)
-    _, first_call_s = timing.timed(session.call, device)
+    # To compile takes too long for others to wait.
+    with timing.turn(None if session.compiled else task.lock):
+        _, first_call_s = timing.timed(session.call, device)
     with timing.turn(task.lock):
         for _ in range(task.warmup + session.warmups):
             session.call()

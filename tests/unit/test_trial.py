@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from fxoffload import trial
 from fxoffload.contenders import CONTENDERS, REFERENCE, Contender
 from fxoffload.errors import ConfigError
-from fxoffload.sessions import FLAGS, Session, Setting
+from fxoffload.sessions import FLAGS, Scene, Session, Setting
 from fxoffload.trial import Task, best, compare, run
 
 FLOAT = torch.float32
@@ -213,3 +214,31 @@ def test_main_is_a_group_of_its_own_with_caches_and_a_log(task: Task, monkeypatc
     task.cache.mkdir(parents=True)
     trial.main(task, rows.append)
     assert [row["cache"] for row in rows] == ["cold", "warm"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_first_calls_are_in_turn_with_the_steps_of_others_where_nothing_is_compiled(
+    task: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: bool
+) -> None:
+    now: list[Path | None] = [None]
+    calls: list[Path | None] = []
+
+    @contextmanager
+    def turn(lock: Path | None) -> Generator[None, None, None]:
+        now.append(lock)
+        yield
+        now.pop()
+
+    class Watched(Session):
+        def __init__(self, scene: Scene) -> None:
+            super().__init__(scene, compiled=compiled)
+
+        def call(self) -> torch.Tensor:
+            calls.append(now[-1])
+            return super().call()
+
+    monkeypatch.setattr(trial.timing, "turn", turn)
+    lock = tmp_path / "lock"
+    rows_of(dataclasses.replace(task, lock=lock), monkeypatch, Watched, {})
+    assert calls[0] == (None if compiled else lock)
+    assert set(calls[1:]) == {lock}
