@@ -153,8 +153,9 @@ def _cut(
         new_nbytes.append(sum(weight_nbytes[w] for w in fresh))
     if sum(new_nbytes) <= limit:
         return [nodes]
-    cut_cost = _cut_costs(facts, nodes)
-    for start, end in _inseparable(nodes):
+    inseparable = _inseparable(nodes)
+    cut_cost = _cut_costs(facts, nodes, inseparable)
+    for start, end in inseparable:
         new_nbytes[start:end] = [sum(new_nbytes[start:end]), *[0] * (end - start - 1)]
     # A cut pays only right before a node that brings a weight: anywhere else the next such node would do as well.
     starts = [i for i, nbytes in enumerate(new_nbytes) if nbytes]
@@ -184,7 +185,7 @@ def _part(
     places = [i for i, node in enumerate(nodes) if node.name in long]
     if not places:
         return [nodes]
-    cut_cost = _cut_costs(facts, nodes)
+    cut_cost = _cut_costs(facts, nodes, _inseparable(nodes))
     before = {i for i in places if sum(new_nbytes[:i]) > worth}
     behind = {i + 1 for i in places if sum(new_nbytes[i + 1 :]) > worth}
     cuts = sorted(cut for cut in before | behind if not cut_cost[cut])
@@ -233,8 +234,8 @@ def _places(cut_cost: list[int], start: int, starts: list[int]) -> list[int]:
     return [start, cheapest]
 
 
-def _cut_costs(facts: Facts, nodes: list[NodeFacts]) -> list[int]:
-    """For every i: the bytes of traffic that a cut between node i-1 and node i adds; `_NEVER` where none may be."""
+def _cut_costs(facts: Facts, nodes: list[NodeFacts], inseparable: Sequence[tuple[int, int]]) -> list[int]:
+    """For every i: the bytes of traffic that a cut between node i-1 and node i adds; `_NEVER` within what is `inseparable`."""
     born: dict[int, tuple[int, int, bool]] = {}
     readers: dict[int, list[tuple[int, bool]]] = {}
     for i, node in enumerate(nodes):
@@ -255,6 +256,6 @@ def _cut_costs(facts: Facts, nodes: list[NodeFacts]) -> list[int]:
                 costs[cut] += 2 * nbytes
             elif any(i < cut for i in fused):
                 costs[cut] += nbytes
-    for start, end in _inseparable(nodes):
+    for start, end in inseparable:
         costs[start + 1 : end] = [_NEVER] * (end - start - 1)
     return costs
