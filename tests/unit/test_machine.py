@@ -110,6 +110,18 @@ def test_what_slows_a_machine_for_a_while_is_not_taken_for_a_constant_of_it(monk
     assert works == ["work", *["behind", "work"] * 8]
 
 
+@pytest.mark.parametrize(("lasting", "slowdown"), [(1.25, 1.25), (0.9, 1.0)])
+def test_matrix_rates_are_those_of_a_device_that_works_on(
+    monkeypatch: pytest.MonkeyPatch, lasting: float, slowdown: float
+) -> None:
+    clock = iter([0.0, 0.1, 0.2, 0.3])
+    times = iter([[1.1, 1.0, 1.05], [1.1] * 3, [9.0, lasting, lasting]])
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(calibrate, "_times_ms", lambda *_: next(times))
+    monkeypatch.setattr(calibrate, "_MATRIX", 16)
+    assert calibrate._slowdown(CPU) == slowdown
+
+
 @pytest.mark.parametrize("has_float8", [True, False])
 def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch, has_float8: bool) -> None:
     def product(a: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -127,11 +139,14 @@ def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch, has_float8:
     monkeypatch.setattr(calibrate, "_products_ms", lambda _: (0.006 + 0.03, 8 * 0.006 + 0.03))
     monkeypatch.setattr(calibrate, "_matrix_tflop_s", nothing)
     monkeypatch.setattr(calibrate, "_attention_tflop_s", nothing)
+    monkeypatch.setattr(calibrate, "_slowdown", lambda _: 1.5)
     machine = calibrate.measure(CPU)
     assert (machine.copy_latency_ms, machine.link_gb_s, machine.memory_gb_s) == pytest.approx((0.01, 25.0, 2000.0))
     assert machine.launch_ms == pytest.approx(0.006)
-    assert machine.rate("float16_masked_attention") == 100.0
-    assert machine.rate("float8_e4m3fn") == (pytest.approx(2 * 16**3 / 1e-3 / 1e9) if has_float8 else 100.0)
+    assert machine.rate("float32") == 100.0
+    # Halfway to what lasts.
+    assert machine.rate("float16_masked_attention") == 80.0
+    assert machine.rate("float8_e4m3fn") == (pytest.approx(2 * 16**3 / 1e-3 / 1e9 / 1.25) if has_float8 else 80.0)
 
 
 def test_saved_and_loaded_it_is_equal(tmp_path: Path) -> None:
