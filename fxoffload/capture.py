@@ -3,7 +3,7 @@
 A plan is cyclic: what one replay needs at its start, the replay before has issued. But all that is captured must be joined before
 the capture ends. Were the copies for the next replay captured too, each replay would end with a wait for them, and then the link
 would be idle until the next one has evicted something: 2.4% of the step of FLUX.1-dev in 16 GiB, by the timeline. So those copies
-stay outside. With W such a load and L another one:
+stay outside, but for those that the planner can leave to the next forward (`planner.AS_SHORT`). With W such a load and L another:
 
                  in the graph                                     issued by the host behind each launch
     prefetch L   copies:  wait free; copy; record ready L

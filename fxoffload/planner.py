@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 PREFETCH_LIMIT = 8
 NOT_SLOW = 1.05
 """A step of at most this many times its windowed bound, or the time of its copies, is not slow."""
+AS_SHORT = 1.001
+"""Steps of which one is at most so many times the other are as short."""
 _EFFORT = 240_000
 """Buckets to price in each of the local searches, over all the sets of residents that it tries."""
 _MOST_TRIALS = 3000
@@ -60,6 +62,7 @@ class Knobs:
     prefetch_limit: bool = False
     max_inflight_prefetch_bytes: int | None = None
     async_transfer: bool = True
+    cuda_graph: bool = False
 
     @property
     def look_ahead(self) -> int | None:
@@ -80,6 +83,7 @@ def knobs_of(config: OffloadConfig) -> Knobs:
         prefetch_limit=config.prefetch_limit,
         max_inflight_prefetch_bytes=config.max_inflight_prefetch_bytes,
         async_transfer=config.async_transfer,
+        cuda_graph=bool(config.cuda_graph),
     )
 
 
@@ -107,7 +111,8 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
         step_ms=problem.total_ms,
         bound_ms=windowed_bound(costs, weight_nbytes),
     )
-    return dataclasses.replace(plan, step_ms=simulate(plan, costs).step_ms)
+    plan = dataclasses.replace(plan, step_ms=simulate(plan, costs).step_ms)
+    return _gathered(plan, costs) if knobs.cuda_graph else plan
 
 
 def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None, overlap: bool = False) -> int:
@@ -163,6 +168,17 @@ def persistent_indices(n: int, persistent: int, bins: int) -> frozenset[int]:
                 dealt[i] += 1
                 places -= 1
     return frozenset(start + k for start, take in zip(starts, dealt, strict=False) for k in range(take))
+
+
+def _gathered(plan: Plan, costs: Costs) -> Plan:
+    """The plan with each forward's copies issued by that forward, where captured steps are as short so; or else as it is.
+
+    In a captured graph these are nodes of it. What is issued for the next forward the host issues beside the graph (`capture`).
+    """
+    loads = tuple(dataclasses.replace(load, prefetch_before=0) if load.wraps else load for load in plan.loads)
+    gathered = dataclasses.replace(plan, loads=loads)
+    step_ms = simulate(gathered, costs, replayed=True).step_ms
+    return dataclasses.replace(gathered, step_ms=step_ms) if step_ms <= plan.step_ms * AS_SHORT else plan
 
 
 def _activations(costs: Costs, activation_nbytes: int | None) -> int:

@@ -18,6 +18,9 @@ are on the device, so the rest of the S_w bytes that the window reads passes the
 Each window pays M / B once and then gains `s_i / B - c_i` per segment, so the maximum is a two-state scan (in a window, or not),
 O(segments). A window may lie across the end of a forward: then the scan starts and ends inside one.
 A bucket that several segments read counts at the first of them only, which keeps the bound valid.
+
+Where forwards are replayed as captured graphs, what a forward issues for itself is a part of its graph, and a graph begins when
+the one before has ended: such a copy starts at E of the last segment of the forward before, or later.
 """
 
 from __future__ import annotations
@@ -77,12 +80,12 @@ class Timeline:
         return timeline_table(self)
 
 
-def simulate(plan: Plan, costs: Costs, *, forwards: int = FORWARDS) -> Timeline:
+def simulate(plan: Plan, costs: Costs, *, forwards: int = FORWARDS, replayed: bool = False) -> Timeline:
     """Run `plan` until two forwards take the same time, at most `forwards` (>= 1) of them, and return the last one.
 
-    The first forward finds the loads of the forward before just issued, none copied yet.
+    The first forward finds the loads of the forward before just issued, none copied yet. `replayed`: each is a captured graph.
     """
-    machine = _Machine(plan, costs)
+    machine = _Machine(plan, costs, replayed)
     for load in plan.live_at_start():
         machine.copy(load)
     steps_ms = [machine.forward()]
@@ -98,8 +101,9 @@ def simulate(plan: Plan, costs: Costs, *, forwards: int = FORWARDS) -> Timeline:
 
 
 class _Machine:
-    def __init__(self, plan: Plan, costs: Costs) -> None:
+    def __init__(self, plan: Plan, costs: Costs, replayed: bool) -> None:
         self.plan = plan
+        self.replayed = replayed
         self.compute_ms = [segment.compute_ms for segment in costs.segments]
         copy_ms = {bucket.name: bucket.copy_ms for bucket in costs.buckets}
         self.copy_ms = {load.name: copy_ms[load.bucket] for load in plan.loads}
@@ -125,6 +129,9 @@ class _Machine:
 
     def forward(self) -> float:
         began = self.compute_free_ms
+        if self.replayed:
+            # All of what the last forward issued for this one precedes what this one issues.
+            self.copy_free_ms = max(self.copy_free_ms, began)
         self.segment_times.clear()
         for i, name in enumerate(self.plan.segments):
             for load in self.issued[i]:

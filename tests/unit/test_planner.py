@@ -67,6 +67,27 @@ def test_the_look_ahead_holds_on_the_device_too(look_ahead: int):
         assert sum(start <= now < used - 1e-9 for start, used in spans) <= look_ahead
 
 
+def test_what_a_captured_forward_needs_first_it_copies_itself():
+    """Hardly anything computes any more when the first copy of the next forward could be issued."""
+    costs = chain([UNIT] * 6, [0.001] * 6)
+    plan, captured = (make_plan(costs, 3 * UNIT, Knobs(persistent_buckets=0, cuda_graph=on)) for on in (False, True))
+    assert [load.wraps for load in plan.loads] == [True] + [False] * 5
+    assert captured.loads == (dataclasses.replace(plan.loads[0], prefetch_before=0), *plan.loads[1:])
+    assert (plan.step_ms, captured.step_ms) == pytest.approx((6.0, 6.001))
+    check_plan(captured, costs)
+
+
+def test_what_is_copied_behind_the_end_of_compute_is_left_to_the_forward_before():
+    costs = chain([UNIT] * 6 + [0], [0.0] * 6 + [3.0])
+    plan, captured = (make_plan(costs, 3 * UNIT, Knobs(persistent_buckets=0, cuda_graph=on)) for on in (False, True))
+    assert captured == plan
+    assert sum(load.wraps for load in plan.loads) == 3
+    assert plan.step_ms == 6.0
+    # Three copies take as long as the last segment; in a graph of the next forward none could start before its end.
+    loads = tuple(dataclasses.replace(load, prefetch_before=0) if load.wraps else load for load in plan.loads)
+    assert simulate(dataclasses.replace(plan, loads=loads), costs, replayed=True).step_ms == 9.0
+
+
 def test_smallest_budget_with_tiny_buckets():
     """Tiny buckets are kept first, but not where there is no room for them."""
     costs = chain([UNIT, 1000 * UNIT] * 8, [1.0] * 16, 1000.0 * UNIT, latency_ms=1.0)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fxoffload.cost import Costs
 from fxoffload.errors import BudgetError
-from fxoffload.planner import Knobs, make_plan, smallest_budget
+from fxoffload.planner import AS_SHORT, Knobs, make_plan, smallest_budget
+from fxoffload.timeline import simulate
 from fxoffload.verify import check_plan
 from tests.unit.planner_cases import (
     GIB,
@@ -35,6 +36,19 @@ def test_the_judge_accepts_every_plan(costs: Costs, knobs: Knobs, extra_nbytes: 
     assert plan.peak_nbytes <= smallest + extra_nbytes
     assert plan.step_ms >= plan.bound_ms - 1e-9
     assert plan == make_plan(costs, smallest + extra_nbytes, knobs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(random_costs(), random_knobs, st.integers(0, 40 * UNIT))
+def test_captured_copies_are_gathered_in_their_forward_or_left(costs: Costs, knobs: Knobs, extra_nbytes: int):
+    budget = smallest_budget(costs, knobs) + extra_nbytes
+    plan, captured = (make_plan(costs, budget, dataclasses.replace(knobs, cuda_graph=on)) for on in (False, True))
+    check_plan(captured, costs)
+    if captured != plan:
+        assert not any(load.wraps for load in captured.loads)
+        assert captured.step_ms == simulate(captured, costs, replayed=True).step_ms <= plan.step_ms * AS_SHORT
+    assert [load.bucket for load in captured.loads] == [load.bucket for load in plan.loads]
+    assert captured.residents == plan.residents
 
 
 @settings(max_examples=100, deadline=None)
