@@ -98,6 +98,7 @@ class CopyTimer:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for everything that was issued to the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxoffload.profile import synchronize
+
 T = TypeVar("T")
 
 
@@ -42,12 +44,6 @@ class Peaks:
     host_nbytes: int | None
     pinned_nbytes: int | None
     """What torch's allocator of pinned memory held; memory that was pinned in place is not in it."""
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for everything that was issued to the device."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @contextmanager

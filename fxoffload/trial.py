@@ -36,6 +36,7 @@ from fxoffload.contenders import CONTENDERS, REFERENCE, Contender
 from fxoffload.engine import available_device
 from fxoffload.errors import OffloadError
 from fxoffload.hardware import machine, versions
+from fxoffload.profile import synchronize
 from fxoffload.sessions import FLAGS, Scene, Session, Setting
 from fxoffload.sizes import parse_size
 from fxoffload.workloads import find_workload, make_inputs, make_model, show, weight_nbytes
@@ -185,7 +186,7 @@ def _measure(task: Task, session: Session, setting: Setting) -> Row:
     with timing.turn(task.lock):
         for _ in range(task.warmup + session.warmups):
             session.call()
-        timing.synchronize(device)
+        synchronize(device)
         before = timing.peaks(device)
         timing.reset_peaks(device)
         # The allocator takes what it needs anew, which is no part of a step.

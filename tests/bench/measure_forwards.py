@@ -27,6 +27,7 @@ import torch
 import fxoffload
 from fxoffload import timing
 from fxoffload.engine import available_device
+from fxoffload.profile import synchronize
 from fxoffload.workloads import Workload, find_workload, make_inputs, make_model, show, weight_nbytes
 from tests.bench.rowfile import EVERYTHING, MIB, Row, RowFile, budget_for, host_nbytes, pinned_nbytes
 
@@ -92,14 +93,14 @@ def measure(rows: RowFile, way: str, workload: Workload, args: argparse.Namespac
         call()
     timing.reset_peaks(device)
     call()
-    timing.synchronize(device)
+    synchronize(device)
     before, replays, done, seconds = len(rows.rows), fxoffload.stats(model).replays, 0, 0.0
     for mark in map(int, args.marks.split(",")):
         start = time.perf_counter()
         output = call()
         for _ in range(mark - done - 1):
             output = call()
-        timing.synchronize(device)
+        synchronize(device)
         seconds += time.perf_counter() - start
         done = mark
         equal = torch.equal(output.cpu(), expected)
