@@ -189,8 +189,9 @@ def test_a_copy_for_the_next_replay_that_is_captured_and_not_waited_for():
 
 
 @settings(max_examples=150, deadline=None)
-@given(random_costs(), random_knobs, st.integers(0, 40 * UNIT))
-def test_captures_of_random_plans_are_accepted(costs: Costs, knobs: Knobs, extra_nbytes: int):
+@given(random_costs(), random_knobs, st.integers(0, 40 * UNIT), st.booleans())
+def test_captures_of_random_plans_are_accepted(costs: Costs, knobs: Knobs, extra_nbytes: int, gathered: bool):
+    knobs = dataclasses.replace(knobs, cuda_graph=gathered)
     plan = make_plan(costs, smallest_budget(costs, knobs) + extra_nbytes, knobs)
     check_capture(plan, record(plan, overlap=plan.async_transfer))
 
@@ -210,5 +211,6 @@ def test_without_waits_for_copies_every_capture_is_refused(costs: Costs, knobs: 
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.json")), ids=lambda path: path.stem)
 def test_captures_of_real_models_are_accepted(path: Path):
     costs, budget_nbytes, knobs, _ = read_case(path)
-    plan = make_plan(costs, budget_nbytes, knobs)
-    check_capture(plan, record(plan))
+    for gathered in (False, True):
+        plan = make_plan(costs, budget_nbytes, dataclasses.replace(knobs, cuda_graph=gathered))
+        check_capture(plan, record(plan))
