@@ -90,6 +90,8 @@ class Plan:
     """Predicted time of one forward in steady state."""
     bound_ms: float
     """No schedule under this budget can be faster (`timeline.windowed_bound`)."""
+    cuda_graph: bool = False
+    """For forwards that are replayed as captured graphs: what one issues for itself starts when the one before has ended."""
 
     @property
     def peak_nbytes(self) -> int:

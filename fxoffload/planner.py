@@ -110,9 +110,9 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
         compute_ms=problem.total_ms,
         step_ms=problem.total_ms,
         bound_ms=windowed_bound(costs, weight_nbytes),
+        cuda_graph=knobs.cuda_graph,
     )
-    plan = dataclasses.replace(plan, step_ms=simulate(plan, costs).step_ms)
-    return _gathered(plan, costs) if knobs.cuda_graph else plan
+    return _gathered(plan, costs) if knobs.cuda_graph else _timed(plan, costs)
 
 
 def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None, overlap: bool = False) -> int:
@@ -176,11 +176,13 @@ def _gathered(plan: Plan, costs: Costs) -> Plan:
     In a captured graph these are nodes of it. What is issued for the next forward the host issues beside the graph (`capture`).
     """
     loads = tuple(dataclasses.replace(load, prefetch_before=0) if load.wraps else load for load in plan.loads)
-    beside, inside = (
-        dataclasses.replace(plan, step_ms=simulate(plan, costs, replayed=True).step_ms)
-        for plan in (plan, dataclasses.replace(plan, loads=loads))
-    )
+    beside = _timed(plan, costs)
+    inside = _timed(dataclasses.replace(plan, loads=loads), costs)
     return inside if inside.step_ms <= beside.step_ms * AS_SHORT else beside
+
+
+def _timed(plan: Plan, costs: Costs) -> Plan:
+    return dataclasses.replace(plan, step_ms=simulate(plan, costs).step_ms)
 
 
 def _activations(costs: Costs, activation_nbytes: int | None) -> int:

@@ -9,6 +9,8 @@ and the host is far ahead of both. With `E(i)` the end of segment `i`, all over 
     stall of i           start of i - E(i - 1)
 
 Without asynchronous copies there is one engine, so a copy starts at `E(i - 1)` or behind the copy before, too.
+Where forwards are replayed as captured graphs (`Plan.cuda_graph`), what a forward issues for itself is a part of its graph: such
+a copy starts at E of the last segment of the forward before, or later.
 
 The windowed bound: at the start of any window of consecutive segments (cyclic, at most one forward) at most M bytes of weights
 are on the device, so the rest of the S_w bytes that the window reads passes the link B in it. Disjoint windows add up:
@@ -18,9 +20,6 @@ are on the device, so the rest of the S_w bytes that the window reads passes the
 Each window pays M / B once and then gains `s_i / B - c_i` per segment, so the maximum is a two-state scan (in a window, or not),
 O(segments). A window may lie across the end of a forward: then the scan starts and ends inside one.
 A bucket that several segments read counts at the first of them only, which keeps the bound valid.
-
-Where forwards are replayed as captured graphs, what a forward issues for itself is a part of its graph, and a graph begins when
-the one before has ended: such a copy starts at E of the last segment of the forward before, or later.
 """
 
 from __future__ import annotations
@@ -80,12 +79,12 @@ class Timeline:
         return timeline_table(self)
 
 
-def simulate(plan: Plan, costs: Costs, *, forwards: int = FORWARDS, replayed: bool = False) -> Timeline:
+def simulate(plan: Plan, costs: Costs, *, forwards: int = FORWARDS) -> Timeline:
     """Run `plan` until two forwards take the same time, at most `forwards` (>= 1) of them, and return the last one.
 
-    The first forward finds the loads of the forward before just issued, none copied yet. `replayed`: each is a captured graph.
+    The first forward finds the loads of the forward before just issued, none copied yet.
     """
-    machine = _Machine(plan, costs, replayed)
+    machine = _Machine(plan, costs)
     for load in plan.live_at_start():
         machine.copy(load)
     steps_ms = [machine.forward()]
@@ -101,9 +100,8 @@ def simulate(plan: Plan, costs: Costs, *, forwards: int = FORWARDS, replayed: bo
 
 
 class _Machine:
-    def __init__(self, plan: Plan, costs: Costs, replayed: bool) -> None:
+    def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan = plan
-        self.replayed = replayed
         self.compute_ms = [segment.compute_ms for segment in costs.segments]
         copy_ms = {bucket.name: bucket.copy_ms for bucket in costs.buckets}
         self.copy_ms = {load.name: copy_ms[load.bucket] for load in plan.loads}
@@ -129,7 +127,7 @@ class _Machine:
 
     def forward(self) -> float:
         began = self.compute_free_ms
-        if self.replayed:
+        if self.plan.cuda_graph:
             # All of what the last forward issued for this one precedes what this one issues.
             self.copy_free_ms = max(self.copy_free_ms, began)
         self.segment_times.clear()

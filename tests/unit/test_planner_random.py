@@ -44,10 +44,10 @@ def test_captured_copies_are_gathered_in_their_forward_or_left(costs: Costs, kno
     budget = smallest_budget(costs, knobs) + extra_nbytes
     plan, captured = (make_plan(costs, budget, dataclasses.replace(knobs, cuda_graph=on)) for on in (False, True))
     check_plan(captured, costs)
-    assert captured.step_ms == simulate(captured, costs, replayed=True).step_ms
+    assert captured.step_ms == simulate(captured, costs).step_ms
     if captured.loads != plan.loads:
         assert not any(load.wraps for load in captured.loads)
-        assert captured.step_ms <= simulate(plan, costs, replayed=True).step_ms * AS_SHORT
+        assert captured.step_ms <= simulate(dataclasses.replace(plan, cuda_graph=True), costs).step_ms * AS_SHORT
     assert [load.bucket for load in captured.loads] == [load.bucket for load in plan.loads]
     assert captured.residents == plan.residents
 
