@@ -114,8 +114,8 @@ def test_what_slows_a_machine_for_a_while_is_not_taken_for_a_constant_of_it(monk
 def test_matrix_rates_are_those_of_a_device_that_works_on(
     monkeypatch: pytest.MonkeyPatch, lasting: float, slowdown: float
 ) -> None:
-    clock = iter([0.0, 0.1, 0.2, 0.3])
-    times = iter([[1.1, 1.0, 1.05], [1.1] * 3, [9.0, lasting, lasting]])
+    clock = iter([0.0, 0.1, 0.15, 0.2, 0.3])
+    times = iter([[1.1, 1.0, 1.05], [0.5] * 3, [0.6] * 3, [9.0, lasting, 9.0], [0.1, lasting, lasting]])
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(calibrate, "_times_ms", lambda *_: next(times))
     monkeypatch.setattr(calibrate, "_MATRIX", 16)
