@@ -112,7 +112,8 @@ def make_plan(costs: Costs, budget_nbytes: int, knobs: Knobs = Knobs(), *, activ
         bound_ms=windowed_bound(costs, weight_nbytes),
         cuda_graph=knobs.cuda_graph,
     )
-    return _gathered(plan, costs) if knobs.cuda_graph else _timed(plan, costs)
+    plan = _timed(plan, costs)
+    return _gathered(plan, costs) if knobs.cuda_graph and plan.live_at_start() else plan
 
 
 def smallest_budget(costs: Costs, knobs: Knobs = Knobs(), *, activation_nbytes: int | None = None, overlap: bool = False) -> int:
@@ -176,9 +177,8 @@ def _gathered(plan: Plan, costs: Costs) -> Plan:
     In a captured graph these are nodes of it. What is issued for the next forward the host issues beside the graph (`capture`).
     """
     loads = tuple(dataclasses.replace(load, prefetch_before=0) if load.wraps else load for load in plan.loads)
-    beside = _timed(plan, costs)
-    inside = _timed(dataclasses.replace(plan, loads=loads), costs)
-    return inside if inside.step_ms <= beside.step_ms * AS_SHORT else beside
+    gathered = _timed(dataclasses.replace(plan, loads=loads), costs)
+    return gathered if gathered.step_ms <= plan.step_ms * AS_SHORT else plan
 
 
 def _timed(plan: Plan, costs: Costs) -> Plan:

@@ -26,7 +26,7 @@ FORWARDS = 3
 WATCHED = 6
 SLACK_NBYTES = 48 << 20
 """The allocator holds pieces of 20 MiB, which fall otherwise at other addresses."""
-PIECE_NBYTES = 24 << 20
+MORE_SLACK_NBYTES = 24 << 20
 """One piece more where there are many, as activations of half a GiB are in: so much was seen of Qwen-Image."""
 SHARED_SLACK_NBYTES = 80 << 20
 """Beside other models under one budget: what lives on of their results holds pieces too, others in every turn."""
@@ -78,7 +78,7 @@ class Warmup:
             return estimate_nbytes
         measured = self._held_nbytes()
         logger.info("warmup: a forward takes %s besides the arena, estimated %s", show_size(measured), show_size(estimate_nbytes))
-        slack = self._slack_nbytes + max(measured // 64, min(measured // 16, PIECE_NBYTES))
+        slack = self._slack_nbytes + max(measured // 64, min(measured // 16, MORE_SLACK_NBYTES))
         # Below a few of the allocator's pieces the measure tells little.
         return max(measured + slack, min(estimate_nbytes, 3 * SLACK_NBYTES))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fxoffload.warmup import FORWARDS, PIECE_NBYTES, SHARED_SLACK_NBYTES, SLACK_NBYTES, WATCHED, Warmup
+from fxoffload.warmup import FORWARDS, MORE_SLACK_NBYTES, SHARED_SLACK_NBYTES, SLACK_NBYTES, WATCHED, Warmup
 
 MIB = 1 << 20
 
@@ -53,7 +53,7 @@ def test_activations_are_what_is_held_beside_the_arena_and_the_tensors_of_others
         assert warmup.after_forward() is (k == FORWARDS - 1)
     assert warmup.done
     assert allocator.settled == 2
-    assert warmup.activations(500 * MIB) == 700 * MIB + PIECE_NBYTES + SLACK_NBYTES
+    assert warmup.activations(500 * MIB) == 700 * MIB + MORE_SLACK_NBYTES + SLACK_NBYTES
 
 
 def test_arenas_of_other_models_may_come_and_go(allocator: Allocator) -> None:
@@ -73,7 +73,7 @@ def test_models_that_share_a_budget_get_more_slack(allocator: Allocator) -> None
     for _ in range(FORWARDS):
         allocator.reserved = (70 + 640) * MIB
         warmup.after_forward()
-    assert warmup.activations(0) == 640 * MIB + PIECE_NBYTES + SLACK_NBYTES + SHARED_SLACK_NBYTES
+    assert warmup.activations(0) == 640 * MIB + MORE_SLACK_NBYTES + SLACK_NBYTES + SHARED_SLACK_NBYTES
 
 
 def test_of_large_activations_the_slack_is_a_part(allocator: Allocator) -> None:
