@@ -19,6 +19,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
+from heapq import heappop, heappush
 from math import inf
 
 from fxoffload.buckets import ALIGNMENT
@@ -273,19 +274,23 @@ def _walk(
     for _ in (0, 1):
         residents = set()
         spare = room_nbytes
-        indebted: list[int] = []
+        # A heap: on top what would stay, the largest or what was read last.
+        indebted: list[tuple[int, int]] = []
+        count = 0
         for here, compute_ms in zip(reads, problem.compute_ms, strict=True):
             for b in here:
                 if b in residents:
                     continue
                 debt += copy_ms[b]
-                indebted.append(b)
+                count += 1
+                heappush(indebted, (-nbytes[b] if by_size else -count, b))
                 while debt > slack_ms and indebted:
-                    stays = max(indebted, key=nbytes.__getitem__) if by_size else indebted[-1]
-                    indebted.remove(stays)
-                    residents.add(stays)
+                    stays = heappop(indebted)[1]
                     debt -= copy_ms[stays]
-                    spare -= nbytes[stays]
+                    # A bucket that is read twice may be here twice.
+                    if stays not in residents:
+                        residents.add(stays)
+                        spare -= nbytes[stays]
             if spare < 0:
                 return None
             debt -= stretch * compute_ms
