@@ -31,7 +31,7 @@ from fxoffload.plan import Plan
 from fxoffload.planned import Planned
 from fxoffload.profile import SegmentTimer
 from fxoffload.program import Program, ids_of, picker
-from fxoffload.resize import WORTH, Sizes, estimate
+from fxoffload.resize import CHANGE, WORTH, Activations, Sizes, estimate, much_other
 from fxoffload.rows import Source
 from fxoffload.staged import Staged, Watcher, write_plan
 from fxoffload.timeline import simulate
@@ -69,16 +69,17 @@ class Binding(Planned):
         facts = program.facts.weights
         self._mutated = [self._weights[w.placeholder] for w in facts if w.mutated and w.placeholder in self._weights]
         self._sizes = Sizes(program)
-        costs, known = self._price(), program in engine.measured
+        costs = self._price()
+        self._activations = engine.measured.setdefault(program, Activations())
         found = weakref.ref(engine)
         warmup = Warmup(
             program.onload,
-            known=known,
+            known=self._activations.known,
             profile=program.config.profile,
             shares=engine.shared_budget(program.config) is not None,
             idle=lambda: idle_elsewhere(engine) if (engine := found()) is not None else 0,
         )
-        super().__init__(engine, program.config, costs, int(estimate(costs) * engine.measured.get(program, 1.0)), warmup)
+        super().__init__(engine, program.config, costs, self._activations.at(estimate(costs)), warmup)
         self.staged: Staged | None = None
         """The plan in the arena, from the first call that needs it until the plan or the arena changes."""
         self._written: tuple[Plan, fx.GraphModule] | None = None
@@ -148,14 +149,18 @@ class Binding(Planned):
             self.release()
 
     def _resize(self) -> None:
-        """Price the sizes of this call; keep the plan if it still fits and a fresh one would not be worth it."""
-        costs = self._sizes.costs(self.costs)
-        if costs is self.costs:
-            return
-        self.activation_nbytes = int(self.activation_nbytes * estimate(costs) / max(estimate(self.costs), 1))
-        self.costs = costs
+        """Price the sizes of this call; keep the plan where it fits, if they are about the same or a fresh one not worth it."""
+        costs, kept = self._sizes.costs(self.costs), self.plan
+        nbytes = roomy_nbytes = self._activations.at(estimate(costs))
+        if not much_other(costs, self.costs):
+            if kept is not None and kept.arena_nbytes + nbytes <= kept.budget_nbytes:
+                return
+            # With room for more, so that a text that grows token by token is not planned anew for each of them.
+            roomy_nbytes = self._activations.at(int(estimate(costs) * (1 + CHANGE)))
+        self.costs, self.activation_nbytes = costs, roomy_nbytes
+        if roomy_nbytes > nbytes and self.smallest_budget() > self.engine.budget_nbytes(self.config):
+            self.activation_nbytes = nbytes
         self._warmup.watch()
-        kept = self.plan
         if kept is None or not self._warmup.done:
             self.plan = None
             return
@@ -188,7 +193,7 @@ class Binding(Planned):
         engine = self.engine
         inputs = [args[position] for position, _, _ in self.program.inputs]
         shared = engine.shared_budget(self.config)
-        with engine.lock, shared.running(engine) if shared is not None else nullcontext():
+        with shared.running(engine) if shared is not None else nullcontext(), engine.lock:
             # There may be a thousand: they are picked again only where some have no bytes.
             tensors = weights if len(weights) == len(self._packed) else self._pick(args)
             wrappers = self._pick_wrappers(args)
@@ -261,5 +266,5 @@ class Binding(Planned):
             self._watch.written(tensors, wrappers)
 
     def _take_activations(self, nbytes: int) -> None:
-        self.engine.measured[self.program] = nbytes / max(estimate(self.costs), 1)
+        self._activations.learn(estimate(self.costs), nbytes)
         super()._take_activations(nbytes)

@@ -62,6 +62,16 @@ class Budget:
         self._runners: list[Member] = []
         """Whose forwards are under way, the innermost last: the later ones are called by the earlier ones."""
 
+    @contextmanager
+    def turn(self) -> Generator[None]:
+        """In here no other thread runs a model under this budget.
+
+        Whoever needs the lock of a model, too, takes it in here: its forward may call another model under the budget, which a
+        thread that had taken that model's lock first, and waits for its turn, would keep from running for good.
+        """
+        with self._lock:
+            yield
+
     def begin(self, runner: Member) -> None:
         """A forward of a model begins. Waits until no other thread runs a model under this budget."""
         self._lock.acquire()

@@ -148,7 +148,7 @@ class Attachment:
         if not self._hooks:
             # Detached, and somebody kept the stand-in.
             return method(*args, **kwargs)
-        with self.engine.lock:
+        with self.engine.turn(self.config):
             if self._running is not None and (self._alone is None or self._is_in_root()):
                 return method(*args, **kwargs)
             args, kwargs, looking = apart(self._begin_entry, entry, args, kwargs)
@@ -183,7 +183,7 @@ class Attachment:
         """
         root = self.root
         theirs = root.forward
-        with self.engine.lock:
+        with self.engine.turn(self.config):
             if self._alone is root and not is_called(root, beyond=True):
                 # Interrupted, and the hook never ran.
                 self._end_alone(completed=False)
@@ -211,7 +211,7 @@ class Attachment:
 
     def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A unit is called. Returns its arguments, where they had to come to the device first."""
-        with self.engine.lock:
+        with self.engine.turn(self.config):
             if self._alone is not None and not is_called(self._alone, beyond=self._alone == self._module(unit)):
                 # A call of a unit on its own was interrupted, and its hook never ran.
                 self._end_alone(completed=False)

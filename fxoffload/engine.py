@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from fxoffload.plan import Plan
     from fxoffload.planned import Planned
     from fxoffload.program import Program
+    from fxoffload.resize import Activations
     from fxoffload.slots import Slots
 
 _engine_of_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -71,6 +73,7 @@ class Engine:
         self.root = weakref.ref(root) if root is not None else None
         self.device = device
         self.lock = threading.RLock()
+        self.overlap = overlap
         unified = shares_host_memory(device)
         self.store = HostStore(device, pin=not unified)
         self.arena = Arena(device, poison=device.type == "cpu" or switches().poison)
@@ -92,8 +95,8 @@ class Engine:
         """The plan that the arena was last found to be right for."""
         self._is_divided = False
         """Whether the arena can be given back in pieces."""
-        self.measured: weakref.WeakKeyDictionary[Program, float] = weakref.WeakKeyDictionary()
-        """What a forward of a program takes besides the arena, where it was measured, as a multiple of its estimate."""
+        self.measured: weakref.WeakKeyDictionary[Program, Activations] = weakref.WeakKeyDictionary()
+        """What forwards of a program take besides the arena."""
         self.capturer: Capturer | str | None = None
         """What captures forwards, or why nothing does; None until a graph asks for it."""
         self.forwards = 0
@@ -110,6 +113,13 @@ class Engine:
         """The budget that a graph with this config shares with other models, or None."""
         chosen = (self.budget or config).memory_budget
         return chosen if isinstance(chosen, Budget) else None
+
+    @contextmanager
+    def turn(self, config: OffloadConfig) -> Generator[None]:
+        """In here the model is this thread's, and so is the budget that a graph with this config shares with others."""
+        shared = self.shared_budget(config)
+        with shared.turn() if shared is not None else nullcontext(), self.lock:
+            yield
 
     def is_under(self, budget: Budget) -> bool:
         """Whether the model has this budget now. Its memory counts there also while nothing of it is planned."""
@@ -133,8 +143,9 @@ class Engine:
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """These weights keep the engine alive, and find it."""
-        for tensor in tensors:
-            _engine_of_weight[tensor] = self
+        with _lock:
+            for tensor in tensors:
+                _engine_of_weight[tensor] = self
 
     def log_takeover(self, devices: Sequence[str], tensors: Iterable[torch.Tensor]) -> None:
         nbytes = nbytes_of(tensors)
@@ -261,10 +272,11 @@ class Engine:
         self.planned.clear()
         self.transfer.close()
         self.store.close()
-        for tensor in [tensor for tensor, engine in _engine_of_weight.items() if engine is self]:
-            del _engine_of_weight[tensor]
-        for root in [root for root, engine in _engine_of_root.items() if engine is self]:
-            del _engine_of_root[root]
+        with _lock:
+            for tensor in [tensor for tensor, engine in _engine_of_weight.items() if engine is self]:
+                del _engine_of_weight[tensor]
+            for root in [root for root, engine in _engine_of_root.items() if engine is self]:
+                del _engine_of_root[root]
 
     def stats(self) -> Stats:
         counters = self.transfer.counters
@@ -308,13 +320,21 @@ def models_beside(engine: Engine, root: torch.nn.Module) -> list[torch.nn.Module
 def engine_for(
     tensors: Sequence[torch.Tensor], root: torch.nn.Module | None, config: OffloadConfig, device: torch.device
 ) -> Engine:
-    """The engine of the model that has these weights, made if there is none."""
+    """The engine of the model that has these weights, made if there is none.
+
+    Raises ConfigError where its copies were set up in another way than this config says.
+    """
     with _lock:
         engine = find_engine(tensors)
         if engine is None and root is not None:
             engine = _engine_of_root.get(root)
         if engine is None or engine.device != device:
             engine = Engine(root, device, overlap=config.async_transfer)
+        elif engine.overlap != config.async_transfer:
+            raise ConfigError(
+                f"engine: async_transfer: {config.async_transfer}, but the model runs with {engine.overlap} since it was first "
+                "offloaded, and has one way to copy; give the same, or remove its handle first, or build the model again"
+            )
         if root is not None:
             _engine_of_root[root] = engine
         return engine

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxoffload
 from fxoffload import api
 from fxoffload.errors import BudgetError, ConfigError
+from fxoffload.resize import estimate
 from fxoffload.sizes import MIB
 from tests.checks import offload
 from tests.models import Toy, rows, seeded, toy
@@ -149,3 +150,26 @@ def peak_nbytes(recorded: Any) -> int:
     """The most that torch held of what it allocated meanwhile."""
     events = (e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]")
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def test_a_size_that_is_a_little_larger_does_not_break_the_budget() -> None:
+    model, compiled = offloaded(4, "64KiB", dynamic=True)
+    with torch.no_grad():
+        compiled(torch.randn(100, 16))
+        (binding,) = api.bindings_of(model)
+        budget = fxoffload.smallest_budget(model, overlap=False)
+        fxoffload.set_memory_budget(model, budget)
+        x = torch.randn(100, 16)
+        torch.testing.assert_close(compiled(x), model(x))
+        with pytest.raises(BudgetError, match="raise the budget to at least"):
+            compiled(torch.randn(101, 16))
+        fxoffload.set_memory_budget(model, 3 * budget // 2)
+        plans = []
+        for rows_now in range(100, 130):
+            x = torch.randn(rows_now, 16)
+            torch.testing.assert_close(compiled(x), model(x))
+            plan = fxoffload.get_plan(model)
+            plans.append(plan)
+            assert plan.arena_nbytes + estimate(binding._sizes.costs(binding.costs)) <= 3 * budget // 2
+        assert 2 <= len({id(plan) for plan in plans}) <= 6, "not a plan for each"
+        assert len(api.bindings_of(model)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -243,3 +244,38 @@ def test_a_model_that_another_one_calls_takes_nothing_from_it(compiled: bool) ->
         outer(k)
         inner(k)
         assert total([outer, inner]) <= 50 << 10
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_thread_that_runs_the_inner_model_waits_for_the_outer_one(compiled: bool) -> None:
+    large = fxoffload.Budget("1MiB")
+    outer, inner = Member(6, large, compiled=False), Member(5, large, seed=1, compiled=compiled)
+    settle([outer, inner])
+    inside, wrong = threading.Event(), list[BaseException]()
+
+    def call(member: Member) -> None:
+        try:
+            with torch.no_grad():
+                member(1)
+        except BaseException as error:
+            wrong.append(error)
+
+    def alone() -> None:
+        assert inside.wait(60)
+        call(inner)
+
+    def calls_inner(*_: Any) -> None:
+        if threading.current_thread() is threads[0] and not inside.is_set():
+            inside.set()
+            # By now the other thread has taken all that it can.
+            threads[1].join(0.3)
+            inner(2)
+
+    outer.model.blocks[2].register_forward_hook(calls_inner)
+    threads = [threading.Thread(target=call, args=(outer,), daemon=True), threading.Thread(target=alone, daemon=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    assert not wrong

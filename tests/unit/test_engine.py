@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import fxoffload
-from fxoffload import OffloadError, api
+from fxoffload import ConfigError, OffloadError, api
+from fxoffload import engine as engines
 from tests.checks import assert_state, delay_copies, halve, offload, snapshot
 from tests.models import rows, toy
 
@@ -146,3 +148,39 @@ def test_a_copy_that_fails_is_raised_by_the_call_and_the_next_is_right(monkeypat
     assert transfer._failed is None
     for _ in range(3):
         assert torch.equal(compiled(rows(0)), expected)
+
+
+def test_one_is_offloaded_while_another_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both change the tables that find engines by weights."""
+    removed, offloaded = toy(4), toy(4, seed=1)
+    handle = fxoffload.layerwise_offload(removed, onload_device="cpu", memory_budget="1MiB")
+    table = engines._engine_of_weight
+    entries, begun, done = table.items, threading.Event(), threading.Event()
+
+    def slowly() -> Iterator[tuple[torch.Tensor, object]]:
+        for k, entry in enumerate(entries()):
+            if k == 3:
+                begun.set()
+                done.wait(0.3)
+            yield entry
+
+    monkeypatch.setattr(table, "items", slowly)
+    thread = threading.Thread(target=handle.remove)
+    thread.start()
+    assert begun.wait(60)
+    fxoffload.layerwise_offload(offloaded, onload_device="cpu", memory_budget="1MiB").remove()
+    done.set()
+    thread.join(60)
+    assert handle.is_removed
+    assert engines.find_engine([*removed.parameters(), *offloaded.parameters()]) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [True, False])
+def test_another_way_to_copy_is_refused(first: bool) -> None:
+    model = toy(3)
+    expected = offload(model, async_transfer=first)(rows(0))
+    torch._dynamo.reset()
+    with pytest.raises(ConfigError, match=f"async_transfer: {not first}, but the model runs with {first} .* give the same"):
+        offload(model, async_transfer=not first)(rows(0))
+    assert torch.equal(offload(model, async_transfer=first)(rows(0)), expected)
