@@ -193,7 +193,7 @@ class Follower(Planned):
             if position is None:
                 views, slots = self._load_now(unit)
             else:
-                self._skip_to(position)
+                self._skip_to(forward, position)
                 step = staged.steps[position]
                 staged.prefetch(step.prefetches)
                 staged.wait(step.loads, forward.waited)
@@ -229,13 +229,14 @@ class Follower(Planned):
             self._managed.end()
             # What was borrowed goes before anybody measures what a forward holds.
             forward.views.clear()
+            # It is over also where a weight cannot be brought to the host.
+            self._forward, self._looks = None, True
         self._looks = not completed
         if completed:
             engine.forwards += 1
             if forward.ordered and not self._learn_order(forward) and forward.follows:
-                self._skip_to(len(self.order))
+                self._skip_to(forward, len(self.order))
                 engine.current = self
-        self._forward = None
         if self._changed:
             self._changed = False
             self._price_anew()
@@ -328,9 +329,8 @@ class Follower(Planned):
         if self._timer is not None and timed is not None:
             self._timer.stop(*timed)
 
-    def _skip_to(self, position: int) -> None:
+    def _skip_to(self, forward: _Forward, position: int) -> None:
         """Pass over the units up to a position of the order."""
-        forward = self._now
         if self._staged is not None:
             self._staged.skip(forward.position, position)
         forward.position = position
