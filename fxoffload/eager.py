@@ -156,6 +156,7 @@ class Attachment:
             try:
                 with looking:
                     result = method(*args, **kwargs)
+                result = apart(self._hand_out, result)
                 completed = True
             finally:
                 apart(self._end, completed=completed)
@@ -200,14 +201,18 @@ class Attachment:
         return self._alone is self.root and is_called(self.root, beyond=False)
 
     def leave_root(self, result: Any) -> Any:
-        """The root returned, or raised and there is no result. Returns the result where it has to be."""
+        """The root returned, or raised and there is no result. Returns the result where it has to be another one."""
         if self._alone is not self.root:
             return None
-        # Nothing was learned: no mode that a missing hook would leave behind has looked for weights read outside their units.
-        self._end_alone(completed=False)
+        try:
+            kept = self._hand_out(result)
+        finally:
+            # Nothing was learned: no mode that a missing hook would leave behind has looked for weights read outside their units.
+            self._end_alone(completed=False)
         self.engine.forwards += result is not None
         target = self.config.output_device
-        return None if target is None else to_device(result, target)
+        kept = kept if target is None else to_device(kept, target)
+        return None if kept is result else kept
 
     def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A unit is called. Returns its arguments, where they had to come to the device first."""
@@ -230,13 +235,25 @@ class Attachment:
                 raise
             return moved
 
-    def leave(self, unit: int) -> None:
-        """The unit returned or raised; or its call was refused before it began."""
+    def leave(self, unit: int, result: Any) -> Any:
+        """The unit returned, or raised and there is no result; or its call was refused before it began.
+
+        Returns the result where it has to be another one.
+        """
         running = self._running
-        if running is not None and running.innermost == unit:
-            running.leave(unit)
-            if self._alone is self._module(unit) and running.innermost is None:
+        if running is None or running.innermost != unit:
+            return None
+        kept = running.leave(unit, result)
+        if self._alone is self._module(unit) and running.innermost is None:
+            try:
+                kept = self._hand_out(kept)
+            finally:
                 self._end_alone(completed=True)
+        return None if kept is result else kept
+
+    def _hand_out(self, result: Any) -> Any:
+        assert self._running is not None
+        return self._running.hand_out(result)
 
     def _module(self, unit: int) -> torch.nn.Module:
         return self.units.units[unit].module

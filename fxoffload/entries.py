@@ -79,12 +79,12 @@ class Hook:
         self._unit = unit
         self._enters = enters
 
-    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any, *_output: Any) -> Any:
+    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and _traces_for_us():
             return None
         if self._enters:
             return apart(self._attachment.enter, self._unit, args, kwargs)
-        return apart(self._attachment.leave, self._unit)
+        return apart(self._attachment.leave, self._unit, *output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _no_hook

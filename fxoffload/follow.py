@@ -168,7 +168,7 @@ class Follower(Planned):
         if engine.current is not self:
             engine.restore(self._staged)
         engine.current = None
-        managed.begin(wrappers)
+        managed.begin(wrappers, engine.arena)
         views = self._staged.rest_views
         self._forward = _Forward(ordered, ordered, views=[*views], versions=managed.versions(views))
         managed.put_in(views)
@@ -193,7 +193,7 @@ class Follower(Planned):
             if position is None:
                 views, slots = self._load_now(unit)
             else:
-                self._skip_to(position)
+                self._skip_to(forward, position)
                 step = staged.steps[position]
                 staged.prefetch(step.prefetches)
                 staged.wait(step.loads, forward.waited)
@@ -204,8 +204,11 @@ class Follower(Planned):
         start = self._timer.start() if self._timer is not None else None
         forward.running.append(_Running(unit, views, step, slots, versions, start))
 
-    def leave(self, unit: int) -> None:
-        """The unit returned or raised. What it wrote to its tensors is brought to the host."""
+    def leave(self, unit: int, result: Any = None) -> Any:
+        """The unit returned, or raised without a result. What it wrote to its tensors is brought to the host.
+
+        Returns the result: what of it lies in the unit's weights is copied, since other weights come there.
+        """
         forward = self._now
         running = forward.running.pop()
         assert running.unit == unit
@@ -213,11 +216,17 @@ class Follower(Planned):
             forward.timed = (self.costs.segments[forward.position].name, running.start)
         self._write_back(running.views, running.versions)
         self._managed.take_out([p for p, _ in running.views])
+        result = self._managed.copied(result, running.views)
         if running.step is not None:
             self._steps.evict(running.step.evictions)
             forward.position += 1
         for slot in running.slots:
             self.engine.transfer.evict(slot)
+        return result
+
+    def hand_out(self, result: Any) -> Any:
+        """What the forward returns, now that it is about to end: the caller may keep it while others run."""
+        return self._managed.copied(result)
 
     def end(self, *, completed: bool) -> None:
         """The forward is over. `completed`: it did not raise."""
@@ -229,13 +238,14 @@ class Follower(Planned):
             self._managed.end()
             # What was borrowed goes before anybody measures what a forward holds.
             forward.views.clear()
+            # It is over also where a weight cannot be brought to the host.
+            self._forward, self._looks = None, True
         self._looks = not completed
         if completed:
             engine.forwards += 1
             if forward.ordered and not self._learn_order(forward) and forward.follows:
-                self._skip_to(len(self.order))
+                self._skip_to(forward, len(self.order))
                 engine.current = self
-        self._forward = None
         if self._changed:
             self._changed = False
             self._price_anew()
@@ -328,9 +338,8 @@ class Follower(Planned):
         if self._timer is not None and timed is not None:
             self._timer.stop(*timed)
 
-    def _skip_to(self, position: int) -> None:
+    def _skip_to(self, forward: _Forward, position: int) -> None:
         """Pass over the units up to a position of the order."""
-        forward = self._now
         if self._staged is not None:
             self._staged.skip(forward.position, position)
         forward.position = position

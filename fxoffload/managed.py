@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 
+from fxoffload.arena import Arena
 from fxoffload.edits import EditWatch, elements, version_of
 from fxoffload.engine import Engine
 from fxoffload.errors import WeightError
 from fxoffload.foreign import cast_weights
+from fxoffload.layout import share_bytes
 from fxoffload.pack import is_small_buffer, pack_units
 from fxoffload.packed import HostTensor, HostWeight
-from fxoffload.storages import plain_tensors
+from fxoffload.returned import copy_lent, lies_in
+from fxoffload.storages import plain_tensors, storage_of
 from fxoffload.units import Named, Units
 from fxoffload.wrappers import Part, Path, find_parts, held_by, label
 
@@ -80,6 +83,8 @@ class Managed:
         """What is on the device now, by `id`."""
         self._now: list[torch.Tensor] = []
         """The wrappers, while a forward runs."""
+        self._arena: frozenset[int] = frozenset()
+        """The storages that the weights of units are in, while a forward runs."""
 
     def _found(self, tensors: Sequence[Named], empty: dict[int, HostTensor]) -> list[HostTensor]:
         """What the store has of these tensors; those without bytes, which it may not have, are kept in `empty`, by `id`."""
@@ -140,15 +145,16 @@ class Managed:
 
     # -- while a forward runs --------------------------------------------------------------------------------------
 
-    def begin(self, wrappers: list[torch.Tensor]) -> None:
+    def begin(self, wrappers: list[torch.Tensor], arena: Arena) -> None:
         """A forward begins, with these wrappers."""
         self._now = wrappers
+        self._arena = frozenset(storage_of(piece.memory) for piece in arena.pieces if piece.memory is not None)
         self.present.clear()
 
     def end(self) -> None:
         """The forward is over: all tensors are on the host."""
         self.take_out(list(self.present.values()))
-        self._now = []
+        self._now, self._arena = [], frozenset()
 
     def put_in(self, views: Views) -> None:
         for packed, view in views:
@@ -161,6 +167,22 @@ class Managed:
             tensor_of(p).data = p.view
             self.present.pop(id(p), None)
         self._label(packed, _HOST)
+
+    def copied(self, result: Any, lent: Views | None = None) -> Any:
+        """A result with copies of what of it lies in lent memory: in these views, or anywhere in the arena.
+
+        A weight that is returned itself stays the weight. It is on the host where it is not needed on the device, so where
+        the forward ends (`lent` is left out) and that is another device, it leaves as a copy there.
+        """
+        leaves = lent is None and self._device.type != "cpu"
+
+        def is_lent(tensor: torch.Tensor) -> bool:
+            # First, since to ask a weight anything else looks like a read of it.
+            if self.found_in(tensor):
+                return leaves
+            return lies_in(tensor, self._arena) and (lent is None or any(share_bytes(tensor, view) for _, view in lent))
+
+        return copy_lent(result, is_lent, self._device)
 
     def _label(self, packed: Sequence[HostTensor], device: torch.device) -> None:
         """Let the wrappers of these tensors say that they are where these are."""

@@ -75,6 +75,7 @@ def pack_units(engine: Engine, units: Units, parts: Collection[int]) -> None:
     """Pack all tensors of a model that are not in the store yet. `parts`: as `unit_buckets` has it."""
     named = all_tensors(units)
     _refuse_meta(named)
+    _refuse_sparse(named)
     tensors = [tensor for _, tensor in named]
     engine.store.unpack(tensors, coarse=False)
     fresh = [t for t in tensors if engine.store.find(t) is None]
@@ -95,10 +96,24 @@ def pack_units(engine: Engine, units: Units, parts: Collection[int]) -> None:
 def _refuse_meta(named: Sequence[Named]) -> None:
     found = [name for name, tensor in named if tensor.is_meta]
     if found:
-        names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        names = _listed(found)
         raise WeightError(
             f"pack: {names}: on the meta device, without bytes; load them first (fxoffload.load_safetensors(model, path))"
         )
+
+
+def _refuse_sparse(named: Sequence[Named]) -> None:
+    found = [(name, tensor.layout) for name, tensor in named if tensor.layout != torch.strided]
+    if found:
+        names = _listed([name for name, _ in found])
+        raise WeightError(
+            f"pack: {names}: layout {found[0][1]} cannot be streamed; convert it to a strided tensor (to_dense()), or give it to "
+            "the model as an input"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def unit_buckets(units: Units, chosen: Collection[int], *, parts: Collection[int] = ()) -> list[tuple[str, list[Named]]]:

@@ -342,7 +342,8 @@ def _warn_of_parted(components: Mapping[str, Module]) -> None:
     component_of: dict[str, str] = {}
     for component, module in components.items():
         for name, tensor in named_tensors(module):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta":
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+            if plain and tensor.device.type != "meta":
                 path = f"{component}.{name}"
                 tensors[id(tensor)], component_of[path] = (path, tensor), component
     for group in overlapping(list(tensors.values())):

@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 import warnings
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,6 +326,18 @@ def test_parameters_on_meta_are_named(name: str, how: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("how", ["alone", "in a pipeline"])
+def test_sparse_tensors_are_named(how: str) -> None:
+    model, plain = toy(4), toy(4)
+    model.blocks[1].register_buffer("adjacency", torch.eye(3).to_sparse())
+    what: Any = model if how == "alone" else SimpleNamespace(text_encoder=toy(2), transformer=model)
+    text = r"^pack: blocks\.1\.adjacency: layout torch\.sparse_coo cannot be streamed; convert it to a strided tensor"
+    with pytest.raises(OffloadError, match=text):
+        fxoffload.layerwise_offload(what, onload_device="cpu", memory_budget="1MiB")
+    assert attachment_of(model) is None
+    right(model, plain)
+
+
 def test_another_budget_while_a_forward_runs() -> None:
     model, reference = toy(), toy()
     fxoffload.layerwise_offload(model, onload_device="cpu", memory_budget="1GiB")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fxoffload
+from fxoffload import api
 from fxoffload.errors import WeightError
 from tests.checks import assert_state, attached, snapshot
 from tests.models import Block, Toy, seeded
@@ -251,6 +252,39 @@ def test_other_memory_of_another_layout_is_refused() -> None:
         with torch.no_grad(), pytest.raises(WeightError, match=text):
             model(inputs(1)[0])
     assert model.memory.cache.shape == (D, D)
+
+
+class Resizing(Toy):
+    """Gives a small buffer, which is on the device until the forward ends, another shape if it is told to."""
+
+    resizes = False
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x) + self.total.sum()
+        if self.resizes:
+            self.total.data = torch.ones(8)
+        return x
+
+
+def test_a_forward_whose_last_writes_are_refused_is_over() -> None:
+    model, plain = seeded(Resizing), seeded(Resizing)
+    attached(model, 0.6)
+    given = [torch.randn(3, 16) for _ in range(3)]
+    with torch.no_grad():
+        model(given[0])
+        model.resizes = True
+        with pytest.raises(WeightError, match=r"^managed: total: the model made it torch\.float32 \[8\] while it ran"):
+            model(given[0])
+        model.resizes = False
+        assert not any(one.running for one in api.planned_of(model))
+        fxoffload.set_memory_budget(model, "1MiB")
+        assert model.total.shape == (4,)
+        for x in given:
+            assert torch.equal(model(x), plain(x))
 
 
 def refuse(*_: Any) -> None:

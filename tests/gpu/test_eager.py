@@ -161,3 +161,46 @@ def test_the_peak_stays_under_the_budget() -> None:
     assert budget // 2 < peak <= budget
     assert fxoffload.stats(model).nbytes_copied > 0
     attachment.detach()
+
+
+class Gated(nn.Module):
+    """A block that returns a view of its weight beside its result."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(d, d)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x).tanh(), self.linear.weight[1]
+
+
+class Gates(nn.Module):
+    """Returns a view of its weight, and that weight."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated(d) for _ in range(8))
+        self.table = nn.Parameter(torch.randn(4, d))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for block in self.blocks:
+            y, gate = block(x)
+            x = x + y * gate
+        return x, self.table[1:3], self.table
+
+
+@pytest.mark.parametrize("late", [late_copies, late_compute], ids=["late copies", "late compute"])
+@torch.no_grad()
+def test_weights_that_modules_return_are_kept_on_the_device(late: Callable[[Any], None]) -> None:
+    width = given(0).shape[-1]
+    torch.manual_seed(0)
+    model = Gates(width).bfloat16().eval().requires_grad_(False)
+    plain = copy.deepcopy(model).to(DEVICE)
+    attachment = attached(model)
+    late(model)
+    results = [(model(given(k)), plain(given(k))) for k in range(4)]
+    assert model.table.device.type == "cpu"
+    for got, wanted in results:
+        assert {t.device for t in got} == {t.device for t in wanted}
+        assert all(map(torch.equal, got, wanted))
+    attachment.detach()

@@ -56,6 +56,7 @@ LAYERS = [
         "binding",
         "attached",
         "dispatch",
+        "returned",
         "managed",
         "look",
         "steps",
