@@ -149,7 +149,8 @@ def smallest_budget(model: Any, *, overlap: bool = True) -> int:
     """The least budget, in bytes, with which no graph of a model is slow: copies run beside compute, and by the plan the step is
     within 5% of its bound or of the time of its copies.
 
-    Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there.
+    Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there. Without a
+    compiler both are for the blocks as they are cut now: `set_memory_budget` cuts them further where a smaller budget wants that.
     Raises OffloadError for a model that has not run.
     """
     return max(planned.smallest_budget(overlap=overlap) for planned in _ran(model))

@@ -72,11 +72,11 @@ class Facts:
             return int(expression)
         return int(expression.subs(dict(self.hints)))
 
-    def value(self, expression: sympy.Expr | float, scale: float = 1) -> float:
-        """The value of an expression with every dynamic dimension at `scale` times the size that was traced."""
+    def value(self, expression: sympy.Expr | float) -> float:
+        """The value of an expression at the sizes that were traced."""
         if isinstance(expression, (int, float, sympy.Number)):
             return float(expression)
-        return float(expression.subs({symbol: size * scale for symbol, size in self.hints}))
+        return float(expression.subs(dict(self.hints)))
 
     def __str__(self) -> str:
         from fxoffload.show import table

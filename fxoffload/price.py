@@ -12,9 +12,10 @@ graph's inputs live throughout, its outputs to the end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sympy
 
@@ -86,8 +87,9 @@ def price_function(
 
 
 def knee(prices: Sequence[SegmentPrice], symbol: sympy.Symbol, copy_ms: float, hints: Mapping[sympy.Symbol, int]) -> int | None:
-    """The least size of a dynamic dimension from which compute takes longer than copying everything, so that streaming is free.
+    """The least size of a dynamic dimension from which compute takes longer than copying everything.
 
+    From there on streaming is free where the budget has room for all copies to run beside compute, which a small one has not.
     Solves `sum of compute_ms(size) = copy_ms`, the other symbols as in `hints`. None if no size up to 2**31 does.
     """
     others: Any = {s: v for s, v in hints.items() if s != symbol}
@@ -111,12 +113,25 @@ def _function(symbols: Sequence[sympy.Symbol], expressions: Any) -> Any:
 
 
 def _peak(facts: Facts, live: list[sympy.Expr]) -> sympy.Expr:
-    """The largest of some expressions; where shapes are dynamic, of those that lead at small, traced and large sizes."""
-    if not facts.hints:
-        return max(live)
-    distinct = list(dict.fromkeys(live))
-    leaders = [max(distinct, key=lambda e, scale=scale: facts.value(e, scale)) for scale in (1 / 64, 1, 64)]
-    return sympy.Max(*dict.fromkeys(leaders))
+    """The largest of some expressions, at every size where shapes are dynamic."""
+    return _largest(tuple(dict.fromkeys(live))) if facts.hints else max(live)
+
+
+@functools.lru_cache(maxsize=256)
+def _largest(expressions: tuple[sympy.Expr, ...]) -> sympy.Expr:
+    """The maximum, without those that others are at least as large as everywhere. Equal blocks ask for the same one."""
+    kept: dict[sympy.Expr, Mapping[Any, Any]] = {}
+    for expression in expressions:
+        terms: Mapping[Any, Any] = cast("Any", expression).expand().as_coefficients_dict()
+        if not any(_covers(other, terms) for other in kept.values()):
+            kept = {e: other for e, other in kept.items() if not _covers(terms, other)} | {expression: terms}
+    return sympy.Max(*kept)
+
+
+def _covers(large: Mapping[Any, Any], small: Mapping[Any, Any]) -> bool:
+    """Whether a sum of terms is nowhere below another: no coefficient is, and the terms in which it is above are not negative."""
+    more = ((term, large.get(term, 0) - small.get(term, 0)) for term in {**large, **small})
+    return all(n == 0 or (n > 0 and term.is_nonnegative) for term, n in more)
 
 
 def _compute_ms(members: list[NodeFacts], sizes: Mapping[int, sympy.Expr], machine: Machine) -> sympy.Expr:

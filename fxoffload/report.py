@@ -195,8 +195,10 @@ class Explanation:
         for symbol, _, _ in facts.symbols:
             size = knee(self.prices, symbol, copies_ms, hints)
             if size is not None:
-                traced = f"(traced at {hints[symbol]})"
-                found.append(f"Streaming every weight is free at any budget that works from {symbol} = {size} on {traced}.")
+                found.append(
+                    f"Computation takes longer than copying every weight from {symbol} = {size} on (traced at {hints[symbol]}): "
+                    "streaming is free then, within a budget in which all copies run beside it."
+                )
         return found
 
 

@@ -1,7 +1,8 @@
 """How stage values print: fixed columns, totals first, repeats folded. No addresses, no clock, so that prints can be compared.
 
-Rows that repeat fold into one, or into one period: `blocks.4-7 (x4)`. Rows repeat if their numbers are equal and their names
-count up: `blocks.4:0`, `blocks.4:1`, `blocks.5:0`, `blocks.5:1` become `blocks.4-5:0 (x2)`, `blocks.4-5:1 (x2)`.
+Rows that repeat fold into one, or into one period: `blocks.4-7 (x4)`. Rows repeat if their numbers are equal and every number in
+their names either stays the same or goes up by one each time, so that the folded row says what each of them says: `blocks.4:0`,
+`blocks.4:1`, `blocks.5:0`, `blocks.5:1` become `blocks.4-5:0 (x2)`, `blocks.4-5:1 (x2)`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _longest_repeat(rows: Sequence[Sequence[Cell]], start: int) -> tuple[int, in
     for period in range(1, min(_LONGEST_PERIOD, (len(rows) - start) // 2) + 1):
         times = 1
         while start + period * (times + 1) <= len(rows) and all(
-            _follows(rows[start + k], rows[start + period * times + k], times) for k in range(period)
+            _follows(rows[i], rows[i + period], rows[i + period * times], times) for i in range(start, start + period)
         ):
             times += 1
         if times > 1 and period * times > covered:
@@ -86,16 +87,19 @@ def _longest_repeat(rows: Sequence[Sequence[Cell]], start: int) -> tuple[int, in
     return best
 
 
-def _follows(row: Sequence[Cell], later: Sequence[Cell], step: int) -> bool:
-    return all(a == b or _counts_up(a, b, step) for a, b in zip(row, later, strict=True))
+def _follows(row: Sequence[Cell], second: Sequence[Cell], later: Sequence[Cell], times: int) -> bool:
+    """Whether `later` is what `row` is after so many repeats, of which `second` is the first."""
+    return all(a == b == c or _counts_up(a, b, c, times) for a, b, c in zip(row, second, later, strict=True))
 
 
-def _counts_up(a: Cell, b: Cell, step: int) -> bool:
-    """Texts that are equal but for numbers which are all `step` higher in `b`."""
-    if not isinstance(a, str) or not isinstance(b, str) or _is_float(a) or _NUMBER.sub("#", a) != _NUMBER.sub("#", b):
+def _counts_up(first: Cell, second: Cell, later: Cell, times: int) -> bool:
+    """Texts that are equal but for numbers; each of these is the same in all repeats, or one higher in every one."""
+    if not (isinstance(first, str) and isinstance(second, str) and isinstance(later, str)) or _is_float(first):
         return False
-    pairs = zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=True)
-    return all(int(y) - int(x) in (0, step) for x, y in pairs)
+    if not _NUMBER.sub("#", first) == _NUMBER.sub("#", second) == _NUMBER.sub("#", later):
+        return False
+    numbers = zip(*(map(int, _NUMBER.findall(text)) for text in (first, second, later)), strict=True)
+    return all(b - a in (0, 1) and c - a == times * (b - a) for a, b, c in numbers)
 
 
 def _is_float(text: str) -> bool:

@@ -99,28 +99,29 @@ def split_limit(root: Module, config: OffloadConfig, budget_nbytes: int) -> int:
     """The most bytes of a block that is not split.
 
         all fit beside what stays resident    that much: none is split
+        a setting counts buckets              that much: only what does not fit alone is split
+        one on its way and none that stays    a third of the room: of whatever size, they count the same
         else                                  a piece, or a third of the room: one that runs and two on their way
 
     with piece = the least of weights / 12, room / 8 and 160 MiB, and no less than 4 MiB; or `max_bucket_bytes`. An eighth,
     because activations, of which nothing is known yet, may take most of the room. Nothing stays in the memory of what runs and
     of what is on its way, and only whole units are of use there: simulated with blocks of 648 MiB, a step takes 4 to 8% longer
     than its bound at most budgets, and 45% where two do not fit beside the activations; with pieces 1 to 2%. Settings that count
-    buckets count blocks, so with these there are no pieces.
+    buckets count blocks, however few fit; with `max_bucket_bytes` beside them, pieces of so many bytes.
     """
     units = find_units(root, config)
     spare = max(budget_nbytes - _nbytes(units.rest), 0)
     streamed = sum(_nbytes(unit.tensors) for unit in units.units)
     if streamed <= spare:
         return spare
-    return min(spare // _PARTS, _piece_limit(config, streamed, spare))
-
-
-def _piece_limit(config: OffloadConfig, streamed_nbytes: int, spare_nbytes: int) -> int:
     if config.max_bucket_bytes != "auto":
-        return config.max_bucket_bytes
+        return min(spare // _PARTS, config.max_bucket_bytes)
+    if (config.transfer_buckets, config.persistent_buckets) == (1, 0):
+        return spare // _PARTS
     if config.prefetch_limit or (config.transfer_buckets, config.persistent_buckets, config.persistent_bins) != (None,) * 3:
-        return spare_nbytes
-    return max(_LEAST_PIECE_NBYTES, min(_LARGEST_PIECE_NBYTES, streamed_nbytes // _PIECES, spare_nbytes // _PIECES_OF_ROOM))
+        return spare
+    piece = max(_LEAST_PIECE_NBYTES, min(_LARGEST_PIECE_NBYTES, streamed // _PIECES, spare // _PIECES_OF_ROOM))
+    return min(spare // _PARTS, piece)
 
 
 def block_modules(root: Module) -> list[Module]:

@@ -104,6 +104,16 @@ def test_a_smaller_budget_splits_blocks(ran: int, between: bool) -> None:
             check(model, plain, inputs(3, 32))
 
 
+def test_persistent_buckets_are_whole_blocks() -> None:
+    model = toy(10, 64)
+    block, outside = nbytes_of(model.blocks[0]), nbytes_of(model.inp) + nbytes_of(model.out)
+    handle = fxoffload.layerwise_offload(model, onload_device="cpu", memory_budget=outside + 3 * block - 1, persistent_buckets=1)
+    assert handle.module_names == tuple(f"blocks.{i}" for i in range(10))
+    with torch.no_grad():
+        model(torch.ones(3, 64))
+    assert [resident.bucket for resident in fxoffload.get_plan(model).residents if resident.bucket != "rest"] == ["blocks.0"]
+
+
 def test_a_smaller_budget_before_anything_is_packed() -> None:
     with twins(lambda: Toy(6, 32), part=0.9, eager_offload=False) as (model, plain):
         attachment = attachment_of(model)

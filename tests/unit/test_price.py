@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 
 from fxoffload.blocks import find_blocks
 from fxoffload.facts import Facts
 from fxoffload.machine import Machine
-from fxoffload.price import price
+from fxoffload.price import price, price_function
 from tests.models import Towers, seeded, toy
 from tests.tracing import cut, facts_of, node, read
 
@@ -145,6 +146,20 @@ def test_expressions_hold_at_every_size() -> None:
         for got, fixed in zip(prices, wanted, strict=True):
             assert got.flops.subs(batch, n) == fixed.flops
             assert got.activation_nbytes.subs(batch, n) == fixed.activation_nbytes
+
+
+def test_the_peak_holds_between_sizes_too() -> None:
+    """Of these the first leads up to 50 rows, the second up to 200, the third from there on."""
+    rows = sympy.Symbol("s0", positive=True, integer=True)
+    live = [1000 * rows, 10 * rows * (rows + 50), 12 * rows**2 + 100 * rows, 900 * rows, 5 * rows**2 + 400 * rows]
+    nodes = [node(f"n{i}", makes=(i + 1, nbytes)) for i, nbytes in enumerate(live)]
+    facts = facts_of(nodes, hints=[(rows, 512)])
+    prices = price(facts, cut(facts), MACHINE)
+    costs = price_function(prices, [rows], dict(facts.hints))
+    for n in (1, 2, 49, 51, 64, 100, 150, 199, 201, 1000, 10**6):
+        assert costs(n)[0].activation_nbytes == max(int(nbytes.subs(rows, n)) for nbytes in live)
+    (peak,) = (p.activation_nbytes for p in prices)
+    assert peak == sympy.Max(*live[:3]), "what others cover is not evaluated at every change of size"
 
 
 def test_equal_blocks_have_equal_prices() -> None:

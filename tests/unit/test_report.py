@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -197,8 +198,29 @@ def test_dynamic_sizes_have_a_knee() -> None:
     fast = Machine("fast", 1.0, 0.0001, 1e6, 1e-6, (("float32", 1.0),))
     words = fxoffload.explain(toy(6, 64), rows(0, 64, 32), machine=fast, memory_budget="200KiB", dynamic=True).words
     assert len(words) == 5
-    assert words[-1].startswith("Streaming every weight is free at any budget that works from s")
-    assert words[-1].endswith(" on (traced at 32).")
+    assert re.fullmatch(
+        r"Computation takes longer than copying every weight from s\d+ = \d+ on \(traced at 32\): "
+        r"streaming is free then, within a budget in which all copies run beside it\.",
+        words[-1],
+    )
+
+
+def test_beyond_the_knee_streaming_is_free_where_copies_run_beside_compute_only() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, dtype=torch.bfloat16) for _ in range(12))).requires_grad_(False)
+    x = torch.empty(1024, 4096, dtype=torch.bfloat16, device="meta")
+    words = fxoffload.explain(model, x, machine=NOMINAL, memory_budget="1GiB", dynamic=True).words
+    knee = re.search(r"from s\d+ = (\d+) on", words[-1])
+    assert knee is not None
+    x = torch.empty(2 * int(knee[1]), 4096, dtype=torch.bfloat16, device="meta")
+    found = fxoffload.explain(model, x, machine=NOMINAL, memory_budget="1GiB", dynamic=False)
+    compute_ms = found.plan.compute_ms
+    assert sum(bucket.copy_ms for bucket in found.costs.buckets) < 0.6 * compute_ms
+    least = found.at(found.landmarks.smallest.budget_nbytes).plan
+    assert least.step_ms > 1.3 * compute_ms, "copies and computation take turns"
+    beside = found.at(found.landmarks.smallest.budget_nbytes + 2 * max(bucket.nbytes for bucket in found.costs.buckets)).plan
+    assert beside.streamed_nbytes > 0
+    assert beside.step_ms <= 1.01 * compute_ms
 
 
 def test_stages_are_values() -> None:

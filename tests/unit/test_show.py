@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from random import Random
+
 import pytest
 from expecttest import TestCase
 
@@ -199,6 +202,43 @@ def test_rows_fold_only_where_they_repeat():
     # a number that differs, a gap, and another name do not repeat
     rows = [("b.0", 5), ("b.1", 5), ("b.2", 6), ("b.4", 6), ("c.5", 6)]
     assert fold_rows(rows) == [("b.0-1 (x2)", "5"), ("b.2", "6"), ("b.4", "6"), ("c.5", "6")]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "folded"),
+    [
+        # What counts up goes up by one in every row, and what stays stays in all.
+        ([3, 4, 5], [("b.0-2 (x3)", "b.3-5")]),
+        ([3, 3, 3], [("b.0-2 (x3)", "b.3")]),
+        ([3, 3, 5], [("b.0-1 (x2)", "b.3"), ("b.2", "b.5")]),
+        ([3, 4, 3], [("b.0-1 (x2)", "b.3-4"), ("b.2", "b.3")]),
+        ([3, 5, 5], [("b.0", "b.3"), ("b.1-2 (x2)", "b.5")]),
+    ],
+)
+def test_rows_fold_only_where_a_number_does_the_same_in_each(numbers: list[int], folded: list[tuple[str, ...]]):
+    assert fold_rows([(f"b.{i}", f"b.{n}") for i, n in enumerate(numbers)]) == folded
+
+
+def test_printed_rows_are_those_of_the_plan():
+    unfolded = 0
+    for seed in range(40):
+        random = Random(seed)
+        n = random.choice([6, 8, 12, 16])
+        plan = make_plan(chain([UNIT] * n, random.choices([0.2, 1.0, 1.0, 1.0, 3.0], k=n)), random.choice([2, 3, 4, 5]) * UNIT)
+        at = {load.name: [plan.segments[i] for i in (load.prefetch_before, load.wait_before)] for load in plan.loads}
+        # A bucket, its state, and two segments, as `blocks.4-7 (x4)` or `blocks.4`.
+        row = re.compile(r"(\S+?)(?: \(x(\d+)\))? +\d+ +streamed(?:, wraps)? +(\S+) +(\S+)")
+        for match in filter(None, map(row.match, str(plan).splitlines())):
+            times = int(match[2] or 1)
+            unfolded += times
+            for k in range(times):
+                name, *segments = (_unfolded(match[g], k) for g in (1, 3, 4))
+                assert at[name] == segments, match[0]
+    assert unfolded
+
+
+def _unfolded(text: str, k: int) -> str:
+    return re.sub(r"(\d+)-\d+", lambda match: str(int(match[1]) + k), text)
 
 
 def test_formatted_floats_do_not_count_up():

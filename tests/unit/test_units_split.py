@@ -157,7 +157,15 @@ def test_max_bucket_bytes_is_the_largest_piece() -> None:
 )
 def test_settings_that_count_buckets_count_blocks(setting: dict[str, Any]) -> None:
     config = OffloadConfig(onload_device="cpu", **setting)
-    assert split_limit(large(60), config, 2 * GIB) == 2 * GIB // 3
+    for budget in (2 * GIB, GIB):
+        # Of the latter a block takes more than half.
+        assert split_limit(large(60), config, budget) == budget
+    assert split_limit(large(60), dataclasses.replace(config, max_bucket_bytes=100 * MIB), 2 * GIB) == 100 * MIB
+
+
+def test_the_settings_of_text_encoders_take_little_memory() -> None:
+    config = OffloadConfig(onload_device="cpu", transfer_buckets=1, persistent_buckets=0)
+    assert split_limit(large(60), config, GIB) == GIB // 3
 
 
 # -- what it is worth --------------------------------------------------------------------------------------------------
