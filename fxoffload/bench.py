@@ -7,7 +7,8 @@
 
 For each workload the resident eager model runs first: its output is what all others are compared with. Then come the contenders,
 `--repeats` times, each time from another one on, so that none has the coldest or the warmest device. A row is written when it is
-measured: a run that is cut short, or that `--stop-after` ends, goes on where it was with the same command.
+measured: a run that is cut short, or that `--stop-after` ends, goes on where it was with the same command. All rows of a file are
+of the same steps, warm-up and compiler; with others, give another file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from fxoffload import benchreport
-from fxoffload.benchargs import REPEATS, REPEATS_CPU
+from fxoffload.benchargs import REPEATS, REPEATS_CPU, add_arguments
 from fxoffload.benchreport import show_setting
 from fxoffload.contenders import CONTENDERS, CORE, REFERENCE, Contender, find_contenders
 from fxoffload.errors import ConfigError
@@ -64,6 +65,9 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         return
     chosen = plan_run(arguments, device)
     results = Results.open(arguments.out)
+    keep_options(chosen.base, results)
+    # A file that cannot be written is to be known before hours are spent.
+    results.write()
     if device.type == "cpu":
         results.data["note"] = CPU_NOTE
         print(f"{CPU_NOTE}\n")
@@ -76,6 +80,30 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     print(benchreport.render(arguments.out))
     if left:
         print(f"\n{left} processes are left; the same command goes on with them")
+
+
+def keep_options(base: Task, results: Results) -> None:
+    """Raises ConfigError where the file has rows that were measured with other options."""
+    results.keep_options(
+        {"compiler": base.compiler, "steps": base.steps, "warmup": base.warmup},
+        defaults=options_of(results.data["commands"][-1] if results.data["commands"] else "", base.device),
+    )
+
+
+def options_of(command: str, device: str) -> dict[str, Any]:
+    """The options that all rows share of a command as results have it.
+
+    >>> options_of("fxoffload bench --workload wan --steps 2 --out h200-wan.json", "cuda")
+    {'compiler': 'inductor', 'steps': 2, 'warmup': 2}
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given, _ = parser.parse_known_args(shlex.split(command)[2:])
+    return {"compiler": given.compiler or default_compiler(device), "steps": given.steps, "warmup": given.warmup}
+
+
+def default_compiler(device: str) -> str:
+    return "aot_eager" if device == "cpu" else "inductor"
 
 
 def shown_command(argv: Sequence[str]) -> str:
@@ -99,7 +127,8 @@ def shown_command(argv: Sequence[str]) -> str:
 
 def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
     """What the command line asks for, checked."""
-    workloads = tuple(find_workload(name) for name in _names(arguments.workload))
+    _check_times(arguments.time_limit, arguments.stop_after)
+    workloads = tuple(find_workload(name) for name in _names("workload", arguments.workload))
     on_cpu = device.type == "cpu"
     large = next((w.name for w in workloads if on_cpu and not w.is_tiny), None)
     if large is not None:
@@ -113,21 +142,35 @@ def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
             raise ConfigError(f"bench: --{name}: {value} is not accepted; give a whole number of at least {least}")
     base = Task(
         "", "", (), batch=arguments.batch, device=device.type, steps=arguments.steps, warmup=arguments.warmup,
-        compiler=arguments.compiler or ("aot_eager" if on_cpu else "inductor"), folder=str(_folder(arguments)),
+        compiler=arguments.compiler or default_compiler(device.type), folder=str(_folder(arguments)),
         lock=arguments.lock and arguments.lock.resolve(),
     )  # fmt: skip
     return Run(
         workloads,
-        tuple(find_contenders(_names(arguments.contenders))),
-        None if arguments.budgets is None else _names(arguments.budgets),
+        tuple(find_contenders(_names("contenders", arguments.contenders))),
+        None if arguments.budgets is None else _names("budgets", arguments.budgets),
         arguments.repeats or (REPEATS_CPU if on_cpu else REPEATS),
         base,
         arguments.retry,
     )
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _check_times(limit_s: float, stop_s: float | None) -> None:
+    if not limit_s > 0:
+        raise ConfigError(f"bench: --time-limit: {limit_s:g} is not accepted; give more than 0 seconds")
+    least_s = min(limit_s, _WORTH_S)
+    if stop_s is not None and not stop_s > least_s:
+        raise ConfigError(
+            f"bench: --stop-after: {stop_s:g} is not accepted, no process is started that has less than {least_s:g} seconds; "
+            "give more, or leave it out"
+        )
+
+
+def _names(option: str, text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ConfigError(f"bench: --{option}: {text!r} names none; give at least one, or leave it out")
+    return names
 
 
 def _folder(arguments: argparse.Namespace) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fxoffload.contenders import CONTENDERS
 from fxoffload.errors import OffloadError
-from fxoffload.results import Point, combine, read
+from fxoffload.results import Point, cannot_write, check_name, combine, read
 from fxoffload.sizes import GIB, MIB, show_size
 
 OURS = "fxoffload-"
@@ -29,23 +29,37 @@ _UNCOUNTED = "Nobody counts the memory of this device: nothing to compare at mat
 def render(path: Path) -> str:
     """The report of a results file. Also written beside it, `.md`, with the pictures where matplotlib is installed.
 
-    Raises ConfigError for a file that is no such results.
+    Raises ConfigError for a file that is no such results, and where the report cannot be written.
     """
+    check_name(path, "--render")
     data = read(path)
-    drawn: dict[str, list[Path]] = {}
-    for entry in data["workloads"]:
-        name = f"{entry['workload']}-b{entry['batch']}"
-        drawn[name] = _draw(entry, points_of(data, entry), path.with_name(f"{path.stem}-{name}"))
     text = report(data)
-    pictures = "\n".join(f"![{file.stem}]({file.name})" for files in drawn.values() for file in files)
-    path.with_suffix(".md").write_text(f"{text}\n\n{pictures}".rstrip() + "\n")
+    page = path.with_suffix(".md")
+    drawn: list[Path] = []
+    try:
+        for entry in entries(data):
+            name = f"{entry['workload']}-b{entry['batch']}"
+            drawn += _draw(entry, points_of(data, entry), path.with_name(f"{path.stem}-{name}"))
+        pictures = "\n".join(f"![{file.stem}]({file.name})" for file in drawn)
+        page.write_text(f"{text}\n\n{pictures}".rstrip() + "\n")
+    except OSError as error:
+        raise cannot_write(page, error) from error
     return text
 
 
 def report(data: Mapping[str, Any]) -> str:
     """All of it as Markdown."""
     head = [part for part in (data.get("note"), _place(data)) if part]
-    return "\n\n".join([*head, *(_section(entry, points_of(data, entry)) for entry in data["workloads"])])
+    return "\n\n".join([*head, *(_section(entry, points_of(data, entry)) for entry in entries(data))])
+
+
+def entries(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is known of each workload: where no process could make the model, only what its rows say."""
+    found = {(entry["workload"], entry["batch"]): entry for entry in data["workloads"]}
+    for row in data["rows"]:
+        name, batch = about = row["workload"], row["batch"]
+        found.setdefault(about, {"workload": name, "batch": batch, "what": f"{name}, batch {batch}"})
+    return list(found.values())
 
 
 def points_of(data: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Point]:
@@ -105,7 +119,7 @@ def _section(entry: Mapping[str, Any], points: Sequence[Point]) -> str:
         parts.append(markdown(headers, [_cells(point, size) for point in measured], right=range(2, 11)))
         names = dict.fromkeys(point.contender for point in measured)
         parts.append("\n".join(f"- {name}: {CONTENDERS[name].what}" for name in names if name in CONTENDERS))
-    parts.append(_matched(measured, entry.get("bounds"), unit, size))
+        parts.append(_matched(measured, entry.get("bounds"), unit, size))
     if reasons := _reasons(points):
         parts.append("\n".join(reasons))
     return "\n\n".join(parts)

@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     import torch
 
 _REFUSED = 2
+_INTERRUPTED = 130
+"""As a shell has it for SIGINT."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, 1 where a demo's results differ, 2 for an error that a user can act on."""
+    """Run the command line. Returns the exit code.
+
+    0, 1 where a demo's results differ, 2 for an error that a user can act on, 130 where a benchmark was interrupted.
+    """
     arguments = _parser().parse_args(argv)
     arguments.argv = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -102,9 +107,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from fxoffload import bench
+    try:
+        from fxoffload import bench
 
-    bench.run(arguments, choose_device(arguments.device))
+        bench.run(arguments, choose_device(arguments.device))
+    except KeyboardInterrupt:
+        print("fxoffload: interrupted; the same command goes on where this one was", file=sys.stderr)
+        return _INTERRUPTED
     return 0
 
 

@@ -10,9 +10,11 @@
 Matched memory. Ours take the budget as it is, and a row counts where its reserved peak is within it. Peers have no budget:
 
     Cache-DiT            `cache-dit-fitted` looks for flags. The first try keeps nothing resident, and its reserved peak says
-                         what the rest takes; each further try keeps as many more targets as the budget has room for by their mean
-                         size, or fewer where the peak was over it. The largest peak within the budget counts, else the smallest.
-                         Look-ahead is capped at two of the largest targets; residents are spread as evenly as its bins allow.
+                         what the rest takes; further tries keep as many targets as the budget has room for by their mean size,
+                         or, where that misleads, bisect. Look-ahead is capped at two of the largest targets in these tries;
+                         further ones, from the count found on, have the published look-ahead, which has no such cap, or that
+                         of one target where nothing was within the budget. Residents are spread as evenly as its bins allow.
+                         The fastest try within the budget counts; where there is none, that with the smallest peak.
     diffusers' groups    with streams, the number of blocks in a group is fixed at one: there is no knob, hence one row.
     two-block hooks      two blocks are on the device, always: one row.
     accelerate           no knob: one row each.
@@ -130,7 +132,8 @@ CONTENDERS: dict[str, Contender] = {
         Contender("fxoffload-compiled", "fxoffload, compiled", sessions.Compiled, {}, by_budget=True, together=True),
         Contender(
             "fxoffload-captured", "fxoffload, compiled, a whole forward as one CUDA graph", sessions.Compiled,
-            {"cuda_graph": True}, by_budget=True, together=True,
+            # Where nothing can be captured there is no row that says that it was.
+            {"cuda_graph": "strict"}, by_budget=True, together=True,
         ),
         Contender("fxoffload-eager", "fxoffload, eager", sessions.Eager, {}, by_budget=True, together=True),
         _cache_dit("cache-dit-sync", "its defaults", {}),

@@ -12,8 +12,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 from fxoffload import trial
@@ -52,7 +53,8 @@ class Launcher:
             context.set_forkserver_preload(["fxoffload.trial", *self.preload])
         receiving, sending = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(self.target, task, sending))
-        process.start()
+        with _without_interrupts():
+            process.start()
         sending.close()
         try:
             yield from _records(process, receiving, limit_s)
@@ -61,6 +63,18 @@ class Launcher:
             receiving.close()
         if process.exitcode != 0:
             raise Ended("died", _died(task, process.exitcode))
+
+
+@contextmanager
+def _without_interrupts() -> Generator[None]:
+    """A process that is started here has no interrupts: the runner gets them, ends the process, and says one line about it."""
+    # It would let interrupts through again when it starts.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _child(target: Target, task: Task, sending: Any) -> None:

@@ -14,8 +14,12 @@ from fxoffload.sizes import parse_size
 from fxoffload.twoblock import TwoBlockHooks
 
 _TRIES = 4
-_LOOK_AHEAD = 2
-"""Targets that Cache-DiT may have ahead of use where its flags are fitted."""
+_MORE_TRIES = 3
+"""With another look-ahead. A try takes ten seconds for a model of real size, and there is one budget after another."""
+_LOOK_AHEAD, _LEAST_LOOK_AHEAD = 2, 1
+"""Targets that Cache-DiT may have ahead of use where its flags are fitted, and where nothing fits with so many."""
+PUBLISHED_LOOK_AHEAD = 4
+"""As in the row of its page with the most residents, which caps no bytes."""
 
 
 class CacheDit(Session):
@@ -47,7 +51,7 @@ class CacheDit(Session):
 
 
 class CacheDitFitted(CacheDit):
-    """Cache-DiT with flags that fill a budget."""
+    """Cache-DiT with the fastest flags that were found for a budget."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -62,19 +66,39 @@ class CacheDitFitted(CacheDit):
         if FLAGS in setting:
             return None if tried else setting
         budget_nbytes = parse_size(setting["budget"], what="--budgets")
-        counts = [(int(before[FLAGS]["persistent_buckets"]), reserved or 0) for before, reserved in tried]
+        look_ahead, counts = _LOOK_AHEAD, _counts(tried, _LOOK_AHEAD)
         count = next_count(budget_nbytes, self.target_nbytes, counts)
-        return None if count is None else {**setting, FLAGS: self._flags(count)}
+        if count is None:
+            found = max((count for count, reserved in counts if reserved <= budget_nbytes), default=None)
+            look_ahead = _LEAST_LOOK_AHEAD if found is None else PUBLISHED_LOOK_AHEAD
+            counts = _counts(tried, look_ahead)
+            count = next_count(budget_nbytes, self.target_nbytes, counts, first=found or 0, most=_MORE_TRIES)
+        return None if count is None else {**setting, FLAGS: self._flags(look_ahead, count)}
 
-    def _flags(self, count: int) -> dict[str, Any]:
-        return {
-            "async_transfer": True, "transfer_buckets": _LOOK_AHEAD, "prefetch_limit": True, "persistent_buckets": count,
-            "persistent_bins": max(count, 1), "max_inflight_prefetch_bytes": _LOOK_AHEAD * max(self.target_nbytes),
+    def _flags(self, look_ahead: int, count: int) -> dict[str, Any]:
+        flags: dict[str, Any] = {
+            "async_transfer": True, "transfer_buckets": look_ahead, "prefetch_limit": True, "persistent_buckets": count,
+            "persistent_bins": max(count, 1),
         }  # fmt: skip
+        if look_ahead != PUBLISHED_LOOK_AHEAD:
+            flags["max_inflight_prefetch_bytes"] = look_ahead * max(self.target_nbytes)
+        return flags
 
 
-def next_count(budget_nbytes: int, target_nbytes: Sequence[int], tried: Sequence[tuple[int, int]]) -> int | None:
+def _counts(tried: Sequence[tuple[Setting, int | None]], look_ahead: int) -> list[tuple[int, int]]:
+    """Of the tries with this look-ahead: targets kept resident, and the reserved peak."""
+    flags = [(before[FLAGS], reserved or 0) for before, reserved in tried]
+    return [(int(f["persistent_buckets"]), reserved) for f, reserved in flags if f["transfer_buckets"] == look_ahead]
+
+
+def next_count(
+    budget_nbytes: int, target_nbytes: Sequence[int], tried: Sequence[tuple[int, int]], *, first: int = 0, most: int = _TRIES
+) -> int | None:
     """How many targets to keep resident in the next try, after tries of (count, reserved bytes); None: no more tries.
+
+    From the last try by the mean size: up by what has room, rounded down, or down by what is over, rounded up. Targets differ,
+    and an allocator holds more than they take: where that leads to a count that is known to be too large or too small, or two
+    tries in a row were over, it is the middle between the largest count within the budget and the smallest one over it.
 
     >>> next_count(100, [10] * 8, [])
     0
@@ -84,16 +108,21 @@ def next_count(budget_nbytes: int, target_nbytes: Sequence[int], tried: Sequence
     3
     >>> next_count(100, [10] * 8, [(0, 55), (4, 104), (3, 93)]) is None
     True
+    >>> next_count(100, [10] * 8, [(0, 55), (4, 150)])
+    2
     """
     if not tried:
-        return 0
-    if len(tried) == _TRIES:
-        return None
+        return first
+    # Peaks of equal flags differ: a count may have been over the budget that is smaller than one within it.
+    low = max((count for count, reserved in tried if reserved <= budget_nbytes), default=-1)
+    high = min((count for count, reserved in tried if reserved > budget_nbytes and count > low), default=len(target_nbytes) + 1)
     count, reserved = tried[-1]
-    mean = sum(target_nbytes) / len(target_nbytes)
-    # Down by what is over, rounded up; up by what has room, rounded down.
-    count = min(max(count + int((budget_nbytes - reserved) // mean), 0), len(target_nbytes))
-    return None if any(count == before for before, _ in tried) else count
+    guess = min(count + int((budget_nbytes - reserved) // (sum(target_nbytes) / len(target_nbytes))), len(target_nbytes))
+    has_no_room = guess == count and reserved <= budget_nbytes
+    if len(tried) >= most or high - low < 2 or has_no_room:
+        return None
+    is_misled = len(tried) > 1 and all(reserved > budget_nbytes for _, reserved in tried[-2:])
+    return guess if low < guess < high and not is_misled else (low + high) // 2
 
 
 class Groups(Session):

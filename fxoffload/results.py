@@ -4,12 +4,13 @@
       "format": 1,
       "commands": [...],            every command that added rows
       "machine": {...}, "versions": {...},
+      "options": {"compiler", "steps", "warmup"},
       "note": "...",                what to know before reading the times, or ""
       "workloads": [{"workload", "batch", "what", "weight_nbytes", "bounds"}],
       "rows": [...]                 as `trial` describes them, one a contender, setting and repeat
     }
 
-Rows of one file are of one machine and one set of versions.
+Rows of one file are of one machine, one set of versions and one set of options. A package may be installed later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +54,13 @@ class Results:
 
     @classmethod
     def open(cls, path: Path) -> Results:
-        """What the file has; nothing yet, where there is none. Raises ConfigError for a file of another kind."""
-        return cls(path, read(path) if path.is_file() else None)
+        """What the file has; nothing yet, where there is none. Raises ConfigError for a folder, and a file of another kind."""
+        check_name(path, "--out")
+        try:
+            is_there = path.exists()
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        return cls(path, read(path) if is_there else None)
 
     @property
     def rows(self) -> list[Row]:
@@ -63,10 +70,24 @@ class Results:
         """The row with this key."""
         return next((row for row in self.rows if key_of(row) == key), None)
 
+    def keep_options(self, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Take in the options that all rows share; `defaults` are those of a file of an earlier version, which does not name any.
+
+        Raises ConfigError for options other than those of the rows.
+        """
+        before = self.data.get("options", defaults) if self.rows else options
+        other = next((name for name in options if before.get(name) != options[name]), None)
+        if other is not None:
+            raise ConfigError(
+                f"bench: {self.path}: its rows were measured with --{other} {before.get(other)}, here {options[other]}; "
+                "give another file with --out"
+            )
+        self.data["options"] = dict(options)
+
     def add(self, record: dict[str, Any]) -> None:
         """Take a row in (instead of an earlier one of its key), or what is known of the machine or of a workload; and write.
 
-        Raises ConfigError for a machine or versions other than the file's.
+        Raises ConfigError for a machine or versions other than the file's, and for a file that cannot be written.
         """
         if "status" in record:
             self.data["rows"] = [row for row in self.rows if key_of(row) != key_of(record)] + [record]
@@ -87,23 +108,43 @@ class Results:
         return self.data["workloads"][-1]
 
     def write(self) -> None:
-        """Write the file: whole or not at all."""
+        """Write the file: whole or not at all. Raises ConfigError where that is not possible."""
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text(json.dumps(self.data, indent=1) + "\n")
-        part.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self.data, indent=1) + "\n")
+            part.replace(self.path)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        finally:
+            with suppress(OSError):
+                part.unlink()
 
     def _check_same(self, record: Mapping[str, Any]) -> None:
         for what in ("machine", "versions"):
             before, now = self.data.get(what), record[what]
-            if before is not None and before != now:
-                name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+            if before is None:
+                continue
+            # A package that was not installed may be now: `--retry` measures what needs it.
+            known = [name for name in {**before, **now} if what == "machine" or before.get(name) is not None]
+            name = next((name for name in known if before.get(name) != now.get(name)), None)
+            if name is not None:
                 raise ConfigError(
                     f"bench: {self.path}: its rows are of another {what.removesuffix('s')} ({name} {before.get(name)!r}, here "
                     f"{now.get(name)!r}); give another file with --out"
                 )
+
+
+def check_name(path: Path, option: str) -> None:
+    """Raises ConfigError for a name that the report has, which is written beside the JSON."""
+    if path.suffix.lower() == ".md":
+        raise ConfigError(f"bench: {option}: {path}: the report has this name; give {path.with_suffix('.json').name}")
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"bench: {path}: it cannot be written ({error.strerror}); give a file elsewhere")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -114,7 +155,8 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"bench: {path}: {error.strerror}; give a file that fxoffload bench wrote") from error
     except ValueError as error:
         raise ConfigError(f"bench: {path}: this is no JSON ({error}); give a file that fxoffload bench wrote") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT or "rows" not in data:
+    lists = ("commands", "workloads", "rows")
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not all(isinstance(data.get(n), list) for n in lists):
         raise ConfigError(f"bench: {path}: it was not written by this version of fxoffload bench; give another file")
     return data
 

@@ -142,6 +142,9 @@ class Compiled(Ours):
         self._options = options
 
     def apply(self, setting: Setting) -> None:
+        if self._options.get("cuda_graph") and self.scene.device.type != "cuda":
+            # Before `smallest` is asked of a model that never ran.
+            raise ConfigError(f"sessions: {self.scene.workload.name}: forwards as CUDA graphs: only CUDA captures")
         nbytes = self.nbytes_of(setting)
         if self.runs is not self.scene.model:
             api.set_memory_budget(self.scene.model, nbytes)

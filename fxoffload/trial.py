@@ -5,7 +5,7 @@ A row has a `status`:
     ok        measured, and its output is right
     wrong     measured, but the output is further from the reference than the dtype allows, or not bit-equal where it must be
     refused   it says itself that it cannot: a budget too small, a device that it has no support for
-    missing   a package that it needs is not installed
+    missing   a package that it or the workload needs is not installed
     failed    any other exception, in its own words
     timeout   (written by the runner) the process was ended at its time limit
     died      (written by the runner) the process ended without a word, killed for memory for instance
@@ -39,7 +39,7 @@ from fxoffload.hardware import machine, versions
 from fxoffload.profile import synchronize
 from fxoffload.sessions import FLAGS, Scene, Session, Setting
 from fxoffload.sizes import parse_size
-from fxoffload.workloads import find_workload, make_inputs, make_model, show, weight_nbytes
+from fxoffload.workloads import MissingLibraryError, find_workload, make_inputs, make_model, show, weight_nbytes
 
 Row = dict[str, Any]
 Send = Callable[[dict[str, Any]], None]
@@ -164,13 +164,13 @@ def _measure_setting(task: Task, session: Session, setting: Setting, send: Send,
 
 
 def best(setting: Setting, rows: list[Row]) -> Row:
-    """Of several tries for one budget: the one that uses most of it, or, where all are over it, the smallest."""
+    """Of several tries for one budget: the fastest within it, a right one if there is; where all are over it, the smallest."""
     if len(rows) == 1:
         return rows[0]
     budget_nbytes = parse_size(setting["budget"], what="--budgets")
     within = [row for row in rows if row["reserved_nbytes"] <= budget_nbytes]
     if within:
-        return max(within, key=lambda row: row["reserved_nbytes"])
+        return min(within, key=lambda row: (row["status"] != "ok", row["step_ms"]))
     return min(rows, key=lambda row: row["reserved_nbytes"])
 
 
@@ -244,6 +244,8 @@ def compare(output: torch.Tensor, reference: torch.Tensor | None, own: torch.Ten
 
 def _failure(error: Exception) -> Mapping[str, Any]:
     words = " ".join(str(error).split())[:_REASON]
+    if isinstance(error, MissingLibraryError):
+        return {"status": "missing", "reason": words}
     if isinstance(error, OffloadError):
         return {"status": "refused", "reason": words}
     if isinstance(error, torch.OutOfMemoryError):

@@ -66,6 +66,10 @@ class Workload:
         return self.name.endswith(_TINY_SUFFIX)
 
 
+class MissingLibraryError(ConfigError):
+    """A workload's library is not installed, or has no such model."""
+
+
 def find_workload(name: str) -> Workload:
     """The workload of a name. Raises ConfigError, with the nearest names, for one that is not there."""
     if name not in WORKLOADS:
@@ -77,7 +81,7 @@ def make_model(workload: Workload, device: torch.device, *, onload: torch.device
     """The model with its weights on `device`: the same values for every call, whatever the device.
 
     `onload`: where it will compute, by default `device`; tensors that are neither parameters nor buffers lie there.
-    Raises ConfigError where the library is not installed.
+    Raises MissingLibraryError where the library is not installed.
     """
     model = empty_model(workload, onload or device)
     fill(model, device, values=_NOISE_TINY if workload.is_tiny else _NOISE)
@@ -169,7 +173,8 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"workloads: {name} cannot be imported ({error}); run: pip install 'fxoffload[bench]'") from error
+        words = f"workloads: {name} cannot be imported ({error}); run: pip install 'fxoffload[bench]'"
+        raise MissingLibraryError(words) from error
 
 
 _BUDGETS = ("2GiB", "4GiB", "6GiB", "8GiB", "16GiB")

@@ -143,7 +143,8 @@ def _pipeline(report: dict[str, Any]) -> str:
     ]
     for row in report["rows"]:
         peaks = [f"{row[key]:.2f}" + (" (over)" if _is_over(row, key) else "") for key in ("peak_gib", "first_peak_gib")]
-        lines.append(_line([row["budget"], row["transformer"], f"{row['seconds']:.1f}", *peaks, "yes" if row["equal"] else "NO"]))
+        equal = {None: "", True: "yes", False: "NO"}[row["equal"]]
+        lines.append(_line([row["budget"], row["transformer"], f"{row['seconds']:.1f}", *peaks, equal]))
     return "\n".join(lines)
 
 

@@ -139,6 +139,8 @@ class Sweep:
         self.compiled: Any = torch.compile(model, backend=fxoffload.layerwise, fullgraph=True, options=options)
         self.resident: torch.Tensor | None = None
         """The output with everything resident, which all others must equal."""
+        self.counted: dict[str, int] = {}
+        """What was compiled until the last row: the comparison compiles other models."""
         self.rows: list[dict[str, Any]] = []
 
     def call(self) -> torch.Tensor:
@@ -160,6 +162,10 @@ class Sweep:
         middle = (len(budgets) + 1) // 2
         for budget in (*budgets[:middle], "all", *budgets[middle:], "all"):
             self.rows.append(self.row(budget))
+            self.counted = {
+                "graphs_compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+                "compiled_by_new_budgets": compilations() - self.compiled_before,
+            }
             yield self.rows[-1]
 
     def report(self) -> dict[str, Any]:
@@ -187,8 +193,7 @@ class Sweep:
             "kinds": kinds([p.cost for p in program.prices], self.measured.segments),
             "resident_ms": [statistics.median(times) for times in resident],
             "rows": rows,
-            "graphs_compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-            "compiled_by_new_budgets": compilations() - self.compiled_before,
+            **self.counted,
         }
 
     def settle(self) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.bench import measure_forwards, weights
+from tests.bench import measure_forwards, sweep, weights
 from tests.gpu import sanitize
 
 
@@ -24,6 +26,43 @@ def test_what_a_sanitizer_watches(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert said[1] == "captured: left out: only CUDA captures"
     with pytest.raises(SystemExit, match="'other' is none of uncaptured, captured, hooks"):
         sanitize.main(["--ways", "other", "--device", "cpu"])
+
+
+def test_a_sweep_counts_what_new_budgets_compile_and_not_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(self: sweep.Sweep, budget: str) -> dict[str, Any]:
+        del self
+        stats["unique_graphs"] += budget == "smallest"
+        return {"budget": budget, "steps_ms": [1.0], "link_gb_s": 55.0}
+
+    stats = {"unique_graphs": 1}
+    cost = SimpleNamespace(activation_nbytes=1, compute_ms=1.0)
+    blocks, prices = SimpleNamespace(segments=()), (SimpleNamespace(cost=cost),)
+    program = SimpleNamespace(seconds={}, blocks=blocks, distinct=1, prices=prices)
+    engine = SimpleNamespace(store=SimpleNamespace(seconds=0.0))
+    monkeypatch.setattr(torch._dynamo.utils, "counters", {"stats": stats, "inductor": {}})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sweep.api, "bindings_of", lambda _: [SimpleNamespace(program=program, activation_nbytes=1)])
+    monkeypatch.setattr(sweep.api, "engine_of", lambda _: engine)
+    monkeypatch.setattr(sweep.api, "profile", lambda *_: SimpleNamespace(segments=(cost,)))
+    for name, does in (("row", row), ("call", lambda _: torch.empty(0))):
+        monkeypatch.setattr(sweep.Sweep, name, does)
+    for name, found in (("add_bounds", None), ("kinds", [])):
+        monkeypatch.setattr(sweep, name, lambda *_, found=found: found)
+    args = argparse.Namespace(budgets="all,smallest", lock=None, max_bucket_bytes="auto", cuda_graph=False)
+    swept = sweep.Sweep(torch.nn.Identity(), {}, args)
+    assert [swept.report()["compiled_by_new_budgets"] for _ in swept.run()] == [0, 0, 1, 1]
+    stats["unique_graphs"] += 2
+    assert (swept.report()["graphs_compiled"], swept.report()["compiled_by_new_budgets"]) == (2, 1)
+
+
+def test_the_first_image_of_a_transformer_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(sweep.__file__).parent))
+    pipeline = importlib.import_module("tests.bench.pipeline")
+    images = iter([torch.zeros(2)] * 4 + [torch.ones(2)] * 4)
+    monkeypatch.setattr(pipeline, "image", lambda *_: (next(images), {"seconds": 1.0}, 0))
+    reference: dict[str, torch.Tensor] = {}
+    runs = (("6GiB", "eager"), ("8GiB", "eager"), ("6GiB", "compiled"), ("none", "eager"))
+    assert [pipeline.row(None, *run, 28, reference)["equal"] for run in runs] == [None, True, None, False]
 
 
 def tiny(measurement: str, tmp_path: Path, *more: str, workload: str = "t5-xxl-tiny") -> dict[str, Any]:

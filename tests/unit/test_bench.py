@@ -176,12 +176,107 @@ def test_lines_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "did you mean 'fxoffload-eager' or 'fxoffload-compiled' or 'fxoffload-captured'?",
         ),
         (["--steps", "0"], "bench: --steps: 0 is not accepted; give a whole number of at least 1"),
+        (["--workload", ""], "bench: --workload: '' names none; give at least one, or leave it out"),
+        (["--contenders", ","], "bench: --contenders: ',' names none; give at least one, or leave it out"),
+        (["--budgets", " "], "bench: --budgets: ' ' names none; give at least one, or leave it out"),
+        (["--time-limit", "0"], "bench: --time-limit: 0 is not accepted; give more than 0 seconds"),
+        (
+            ["--stop-after", "60"],
+            "bench: --stop-after: 60 is not accepted, no process is started that has less than 60 seconds; "
+            "give more, or leave it out",
+        ),
+        (
+            ["--stop-after", "5", "--time-limit", "10"],
+            "bench: --stop-after: 5 is not accepted, no process is started that has less than 10 seconds; "
+            "give more, or leave it out",
+        ),
     ],
 )  # fmt: skip
 def test_refused(argv: Sequence[str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         bench.plan_run(arguments(*argv), CPU)
     assert str(caught.value) == text
+
+
+def command(monkeypatch: pytest.MonkeyPatch, fake: Fake, *argv: str) -> int:
+    """The exit code of `fxoffload bench` on the CPU, whose processes are `fake`."""
+    monkeypatch.setattr(bench, "Launcher", lambda **_: fake)
+    return cli.main(["bench", "--device", "cpu", "--contenders", "two-block-hooks", "--work", str(fake.folder), *argv])
+
+
+def test_other_options_want_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, fake = tmp_path / "r.json", Fake(tmp_path)
+    assert command(monkeypatch, fake, "--out", str(out), "--steps", "2") == 0
+    before = out.read_text()
+    assert json.loads(before)["options"] == {"compiler": "aot_eager", "steps": 2, "warmup": 2}
+    for other, words in ((("--steps", "3"), "--steps 2, here 3"), (("--compiler", "eager"), "--compiler aot_eager, here eager")):
+        assert command(monkeypatch, fake, "--out", str(out), "--steps", "2", "--repeats", "2", *other) == 2
+        assert f"its rows were measured with {words}; give another file with --out" in capsys.readouterr().err
+    assert out.read_text() == before
+    assert len(fake.tasks) == 2
+
+
+def test_a_file_that_names_no_options_has_those_of_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, fake = tmp_path / "r.json", Fake(tmp_path)
+    assert command(monkeypatch, fake, "--out", str(out), "--steps", "2") == 0
+    data = json.loads(out.read_text())
+    del data["options"]
+    out.write_text(json.dumps(data))
+    assert command(monkeypatch, fake, "--out", str(out)) == 2
+    assert "its rows were measured with --steps 2, here 6" in capsys.readouterr().err
+    assert command(monkeypatch, fake, "--out", str(out), "--steps", "2", "--retry") == 0
+    assert json.loads(out.read_text())["options"]["steps"] == 2
+
+
+COMMITTED = sorted((Path(__file__).parents[1] / "bench" / "results" / "contenders").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_results_can_be_gone_on_with(path: Path) -> None:
+    results = Results.open(path)
+    device = "cpu" if results.data["machine"]["device"] == "cpu" else "cuda"
+    (*_, last) = results.data["commands"]
+    bench.keep_options(Task("", "", (), device=device, **bench.options_of(last, device)), results)
+    assert results.data["options"]["compiler"] == ("aot_eager" if device == "cpu" else "inductor")
+
+
+@pytest.mark.parametrize("name", ["mine.md", "", "file/r.json"])
+def test_where_results_cannot_be_kept_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    fake = Fake(tmp_path)
+    assert command(monkeypatch, fake, "--out", str(tmp_path / name)) == 2
+    assert capsys.readouterr().err.startswith("fxoffload: bench: ")
+    assert fake.tasks == []
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_that_measures_nothing_has_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, fake = tmp_path / "r.json", Fake(tmp_path)
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: 2)
+    assert command(monkeypatch, fake, "--out", str(out), "--stop-after", "61") == 0
+    assert capsys.readouterr().out.endswith("\n2 processes are left; the same command goes on with them\n")
+
+
+def test_an_interrupt_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted(Fake):
+        def __call__(self, task: Task, limit_s: float) -> Iterator[dict[str, Any]]:
+            yield from super().__call__(task, limit_s)
+            raise KeyboardInterrupt
+
+    out = tmp_path / "r.json"
+    assert command(monkeypatch, Interrupted(tmp_path), "--out", str(out)) == 130
+    assert capsys.readouterr().err == "fxoffload: interrupted; the same command goes on where this one was\n"
+    fake = Fake(tmp_path)
+    assert command(monkeypatch, fake, "--out", str(out)) == 0
+    assert fake.ran == [(0, "two-block-hooks")]
 
 
 def test_patterns() -> None:

@@ -13,7 +13,7 @@ import pytest
 from fxoffload import benchdraw
 from fxoffload.benchreport import points_of, render, report
 from fxoffload.errors import ConfigError
-from tests.unit.bench_cases import GIB, ours, results, row
+from tests.unit.bench_cases import GIB, missing, ours, results, row
 
 PNG = b"\x89PNG"
 
@@ -124,6 +124,36 @@ def test_without_matplotlib_there_is_the_text(tmp_path: Path, monkeypatch: pytes
     render(path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["h200.json", "h200.md"]
     assert "![" not in (tmp_path / "h200.md").read_text()
+
+
+def test_a_workload_whose_model_was_never_made_has_its_rows_with_their_reasons(tmp_path: Path) -> None:
+    late = missing("two-block-hooks", "it was ended after 60 s", status="timeout")
+    data = {**results([late, missing("resident-eager", "diffusers cannot be imported")]), "workloads": []}
+    path = tmp_path / "h200.json"
+    path.write_text(json.dumps(data))
+    text = render(path)
+    assert text.endswith(
+        "## flux, batch 1\n\n"
+        "- not measured, missing: diffusers cannot be imported: resident-eager\n"
+        "- not measured, timeout: it was ended after 60 s: two-block-hooks"
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["h200.json", "h200.md"], "nothing to draw"
+
+
+def test_results_are_not_overwritten_by_their_report(tmp_path: Path) -> None:
+    path = tmp_path / "mine.md"
+    path.write_text(json.dumps(results()))
+    with pytest.raises(ConfigError, match=r"--render: .*mine.md: the report has this name; give mine.json"):
+        render(path)
+    assert json.loads(path.read_text()) == results()
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    path.write_text(json.dumps(results()))
+    path.with_suffix(".md").mkdir()
+    with pytest.raises(ConfigError, match=r"h200.md: it cannot be written \(Is a directory\)"):
+        render(path)
 
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +42,11 @@ def dies(task: Task, send: Send) -> None:
     os._exit(3)
 
 
+def is_interrupted(task: Task, send: Send) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    works(task, send)
+
+
 def is_killed(task: Task, send: Send) -> None:
     send(measured(task, 0))
     os.kill(os.getpid(), 9)
@@ -54,6 +61,13 @@ def test_a_process_that_works() -> None:
     first, *rows = of(works)
     assert first == {"machine": {}, "versions": {}}
     assert rows == [measured(TASK, i) for i in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_interrupt_of_the_terminal_is_for_the_runner_alone(device: str) -> None:
+    assert len(of(is_interrupted, dataclasses.replace(TASK, device=device))) == 4
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 @pytest.mark.slow

@@ -87,10 +87,75 @@ def test_leaves_have_all_weights_but_those_directly_on_a_block(scene: Scene) -> 
         ([(0, 40), (6, 120), (4, 90)], 5),
         ([(0, 40), (6, 120), (4, 90), (5, 101)], None),
         ([(0, 1)], 8),
+        ([(0, 40), (6, 190)], 3),
+        ([(0, 40), (6, 120), (4, 110)], 2),
+        ([(0, 40), (6, 120), (4, 110), (2, 70)], None),
+        ([(0, 40), (6, 70)], 8),
+        ([(4, 120)], 2),
+        ([(4, 170)], 1),
+        ([(0, 120), (2, 60)], 6),
     ],
 )
 def test_how_many_targets_to_keep(tried: list[tuple[int, int]], count: int | None) -> None:
     assert next_count(100, [10] * 8, tried) == count
+
+
+def test_an_overshoot_that_leads_back_to_a_count_that_was_tried_is_bisected() -> None:
+    """A Llama 8B in 6 GiB: a second try that takes far more than the mean size says is no reason to keep nothing resident."""
+    gib = 2**30
+    tried = [(0, int(3.23 * gib))]
+    sizes = [int(52.6 * 2**20)] * 291
+    assert next_count(6 * gib, sizes, tried) == 53
+    assert next_count(6 * gib, sizes, [*tried, (53, 9 * gib)]) == 26
+
+
+class Peaks:
+    """What tries of `session` reserve: `base` by look-ahead, and the mean size for each resident target."""
+
+    def __init__(self, session: CacheDitFitted, **base: int) -> None:
+        self.session = session
+        self.base = base
+        self.mean = sum(session.target_nbytes) / len(session.target_nbytes)
+
+    def tries(self, budget_nbytes: int) -> list[tuple[int, int]]:
+        """Look-ahead and count of each."""
+        tried: list[tuple[Any, int | None]] = []
+        setting = {"budget": f"{budget_nbytes}B"}
+        while (found := self.session.next_try(setting, tried)) is not None:
+            base = self.base[f"ahead_{found[FLAGS]['transfer_buckets']}"]
+            tried.append((found, int((base + found[FLAGS]["persistent_buckets"]) * self.mean)))
+        return [(found[FLAGS]["transfer_buckets"], found[FLAGS]["persistent_buckets"]) for found, _ in tried]
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_published_look_ahead_is_tried_from_the_count_found_on(scene: Scene) -> None:
+    session = CacheDitFitted(scene)
+    peaks = Peaks(session, ahead_2=5, ahead_4=5)
+    assert peaks.tries(int(9.5 * peaks.mean)) == [(2, 0), (2, 4), (4, 4)]
+    assert Peaks(session, ahead_2=5, ahead_4=8).tries(int(9.5 * peaks.mean)) == [(2, 0), (2, 4), (4, 4), (4, 1)]
+    alone = {FLAGS: {"transfer_buckets": 2, "persistent_buckets": 0}}
+    found = session.next_try({"budget": f"{int(5.5 * peaks.mean)}B"}, [(alone, int(5 * peaks.mean))])
+    assert found is not None
+    published = CONTENDERS["cache-dit-published"].settings[2]
+    residents = {name: published[name] for name in ("persistent_buckets", "persistent_bins")}
+    assert {**found[FLAGS], **residents} == published
+
+
+@pytest.mark.usefixtures("asked")
+def test_where_nothing_fits_less_look_ahead_is_tried(scene: Scene) -> None:
+    peaks = Peaks(CacheDitFitted(scene), ahead_2=5, ahead_1=4)
+    assert peaks.tries(int(4.5 * peaks.mean)) == [(2, 0), (1, 0)]
+    assert peaks.tries(int(3.5 * peaks.mean)) == [(2, 0), (1, 0)]
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("peak", [0, 10**6])
+def test_tries_are_few_whatever_they_reserve(scene: Scene, peak: int) -> None:
+    session = CacheDitFitted(scene)
+    setting, tried = {"budget": "1MB"}, list[tuple[Any, int | None]]()
+    while (found := session.next_try(setting, tried)) is not None:
+        tried.append((found, peak if len(tried) % 2 else 2 * 10**6 - peak))
+    assert len(tried) <= 7
 
 
 def test_what_is_outside_moves() -> None:

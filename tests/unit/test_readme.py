@@ -160,6 +160,15 @@ def test_tables_of_graphs_and_weights(readme_table: ModuleType) -> None:
     ]
 
 
+def test_the_image_that_others_are_compared_with_has_an_empty_cell(readme_table: ModuleType) -> None:
+    machine = {"device": "NVIDIA H200", "driver": "570.1", "torch": "2.11.0"}
+    known = {"transformer": "eager", "seconds": 9.0, "peak_gib": 5.9, "first_peak_gib": 6.1}
+    rows = [{"budget": "6GiB", **known, "equal": equal} for equal in (None, True, False)]
+    found = {"model": "FLUX", "machine": machine, "command": "python pipeline.py", "weights_gib": 31.4, "rows": rows}
+    cells = [line.split(" | ")[-1] for line in readme_table._pipeline(found).splitlines()[-3:]]
+    assert cells == [" |", "yes |", "NO |"]
+
+
 def test_reports_are_read_in_the_order_of_their_names(readme_table: ModuleType, tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / f"{name}.json").write_text(json.dumps(report(model=name)))

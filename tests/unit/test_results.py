@@ -63,7 +63,62 @@ def test_another_machine_is_refused(tmp_path: Path) -> None:
         results.add({"machine": MACHINE, "versions": {**VERSIONS, "torch": "2.13.0"}})
 
 
-@pytest.mark.parametrize(("text", "what"), [("{", "this is no JSON"), ("[]", "it was not written by this version")])
+def test_a_package_may_be_installed_later_and_not_go(tmp_path: Path) -> None:
+    results = Results.open(tmp_path / "r.json")
+    results.add({"machine": MACHINE, "versions": VERSIONS})
+    results.add({"machine": MACHINE, "versions": {**VERSIONS, "diffusers": "0.42.1", "cache-dit": "1.5.3"}})
+    assert results.data["versions"] == {**VERSIONS, "diffusers": "0.42.1", "cache-dit": "1.5.3"}
+    with pytest.raises(ConfigError, match=r"another version \(diffusers '0.42.1', here None\)"):
+        results.add({"machine": MACHINE, "versions": VERSIONS})
+    with pytest.raises(ConfigError, match="another machine"):
+        results.add({"machine": {**MACHINE, "more": 1}, "versions": results.data["versions"]})
+
+
+def test_rows_of_one_file_share_their_options(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    given = {"compiler": "inductor", "steps": 6, "warmup": 2}
+    results = Results.open(path)
+    results.keep_options({**given, "steps": 1}, given)
+    results.keep_options(given, {**given, "steps": 2})
+    results.add(row("two-block-hooks"))
+    again = Results.open(path)
+    assert again.data["options"] == given
+    again.keep_options(given, {**given, "steps": 2})
+    with pytest.raises(ConfigError) as caught:
+        again.keep_options({**given, "steps": 3}, given)
+    assert str(caught.value) == f"bench: {path}: its rows were measured with --steps 6, here 3; give another file with --out"
+
+
+def test_a_name_that_the_report_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Results.open(tmp_path / "mine.md")
+    assert str(caught.value) == f"bench: --out: {tmp_path}/mine.md: the report has this name; give mine.json"
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Is a directory"):
+        Results.open(tmp_path)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "r.json", Path("/proc/x/r.json")):
+        with pytest.raises(ConfigError) as caught:
+            Results.open(path).write()
+        assert str(caught.value).startswith(f"bench: {path}: it cannot be written (")
+        assert str(caught.value).endswith("); give a file elsewhere")
+    became = Results.open(tmp_path / "r.json")
+    (tmp_path / "r.json").mkdir()
+    with pytest.raises(ConfigError, match="it cannot be written"):
+        became.write()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "r.json"], "no part of a file is left"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "this is no JSON"),
+        ("[]", "it was not written by this version"),
+        ('{"format": 1, "rows": []}', "it was not written by this version"),
+    ],
+)
 def test_a_damaged_file(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from fxoffload import trial
 from fxoffload.contenders import CONTENDERS, REFERENCE, Contender
 from fxoffload.errors import ConfigError
+from fxoffload.results import FINAL
 from fxoffload.sessions import FLAGS, Scene, Session, Setting
 from fxoffload.trial import Task, best, compare, run
 
@@ -51,7 +53,7 @@ class Strict(Shifted):
 
 
 class Fitted(Session):
-    """Tries 1, 2 and 3, which reserve 10, 30 and 50 bytes."""
+    """Tries 1, 2 and 3, which reserve 10, 30 and 50 bytes, each faster than the one before."""
 
     def apply(self, setting: Setting) -> None:
         self.applied = setting[FLAGS]["n"]
@@ -62,7 +64,7 @@ class Fitted(Session):
         return None if len(tried) == 3 else {**setting, FLAGS: {"n": len(tried) + 1}}
 
     def facts(self) -> dict[str, Any]:
-        return {"reserved_nbytes": 20 * self.applied - 10}
+        return {"reserved_nbytes": 20 * self.applied - 10, "step_ms": 9.0 - self.applied}
 
 
 @pytest.fixture
@@ -99,8 +101,7 @@ def test_the_reference(task: Task) -> None:
     assert task.reference.is_file()
 
 
-@pytest.mark.parametrize("contender", ["fxoffload-compiled", "fxoffload-captured", "fxoffload-eager"])
-@pytest.mark.filterwarnings("ignore:.*cuda_graph")
+@pytest.mark.parametrize("contender", ["fxoffload-compiled", "fxoffload-eager"])
 def test_ours_over_budgets(task: Task, contender: str) -> None:
     sent(task)
     # What is refused leaves room for what comes next.
@@ -119,6 +120,15 @@ def test_ours_over_budgets(task: Task, contender: str) -> None:
         assert found["bound_ms"] == sorted(found["bound_ms"], reverse=True)
         assert math.isclose(found["bound_ms"][-1], found["resident_ms"])
         assert math.isclose(found["resident_ms"], everything["step_ms"])
+
+
+def test_what_cannot_be_captured_is_no_captured_row(task: Task) -> None:
+    assert CONTENDERS["fxoffload-captured"].options == {"cuda_graph": "strict"}
+    settings = tuple({"budget": budget} for budget in ("all", "smallest"))
+    rows = [r for r in sent(dataclasses.replace(task, contender="fxoffload-captured", settings=settings)) if "status" in r]
+    assert [(row["status"], row["reason"]) for row in rows] == [
+        ("refused", "sessions: llama-decode-tiny: forwards as CUDA graphs: only CUDA captures")
+    ] * 2
 
 
 @pytest.mark.parametrize("contender", ["resident-compiled", "two-block-hooks-compiled", "group-block", "accelerate-sequential"])
@@ -162,6 +172,16 @@ def test_what_is_not_installed(task: Task, monkeypatch: pytest.MonkeyPatch) -> N
     assert (row["status"], row["reason"]) == ("missing", "no_such_package is not installed")
 
 
+def test_a_library_of_the_workload_that_is_not_installed(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.models.llama.modeling_llama", None)
+    row = sent(task)[-1]
+    assert (row["status"], row["reason"].split(" cannot be imported")[0]) == (
+        "missing",
+        "workloads: transformers.models.llama.modeling_llama",
+    )
+    assert row["status"] not in FINAL, "--retry measures it again"
+
+
 def test_without_a_reference_outputs_are_not_compared(task: Task) -> None:
     row = sent(dataclasses.replace(task, contender="two-block-hooks"))[-1]
     assert (row["status"], row["error"], row["equal_to_reference"]) == ("ok", None, None)
@@ -186,9 +206,11 @@ def test_a_try_that_fails_leaves_what_was_measured_before(task: Task, monkeypatc
 
 
 def test_the_best_try() -> None:
-    rows = [{"reserved_nbytes": n} for n in (50, 10, 30)]
-    assert best({"budget": "40B"}, rows) == {"reserved_nbytes": 30}
-    assert best({"budget": "5B"}, rows) == {"reserved_nbytes": 10}
+    sizes_and_times = ((50, 1.0, "ok"), (10, 3.0, "ok"), (40, 4.0, "ok"), (30, 2.0, "wrong"))
+    rows = [{"reserved_nbytes": nbytes, "step_ms": ms, "status": status} for nbytes, ms, status in sizes_and_times]
+    assert best({"budget": "40B"}, rows) is rows[1], "the fastest right one, though others take more of the budget"
+    assert best({"budget": "30B"}, rows[2:]) is rows[3]
+    assert best({"budget": "5B"}, rows) is rows[1]
 
 
 @pytest.mark.parametrize(
