@@ -4,7 +4,7 @@
 |---|---|---|
 | `FXOFFLOAD_LOG` | `0`, `1`, `2` | log to stderr: warnings; also what was decided (plan, budget, takeovers); also each step |
 | `FXOFFLOAD_DUMP` | a directory | write numbered graphs, the plan and a trace there |
-| `FXOFFLOAD_PLAN` | a plan file | run this plan instead of the planner's; it is judged all the same |
+| `FXOFFLOAD_PLAN` | a plan file | run this plan instead of the planner's; it is judged all the same, by the budget at hand |
 | `FXOFFLOAD_POISON` | `0`, `1` | overwrite evicted bytes with NaN on every device, so that a read after an eviction shows |
 
 Unset or empty: off. Without `FXOFFLOAD_LOG` the logger `fxoffload` is left to the application.

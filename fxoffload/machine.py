@@ -19,10 +19,15 @@ from typing import Any
 
 import sympy
 
+from fxoffload.errors import ConfigError
+
 _BYTES_PER_MS = 1e6  # of one GB/s
 _FLOPS_PER_MS = 1e9  # of one TFLOP/s
 ATTENTION = "_attention"
 MASKED_ATTENTION = "_masked_attention"
+_LEAST_RATE = 1e-6
+_LARGEST = 1e9
+"""Within these, for rates and times alike, no sum or quotient becomes infinite or zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class Machine:
     """Rates as sustained, not as advertised. `tflop_s` by name: what is not there runs at the next more general rate.
 
     A dtype that is not there runs at the slowest; one of 8 bits, in which only devices compute that have more of it, as bfloat16.
+    Raises ConfigError where there is no rate, and for numbers that no machine has; TypeError for what is no number.
     """
 
     name: str
@@ -38,6 +44,21 @@ class Machine:
     memory_gb_s: float
     launch_ms: float
     tflop_s: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.tflop_s:
+            raise ConfigError(f"machine: {self.name}: tflop_s has no rate; give one at least, such as ('bfloat16', 100.0)")
+        for name, rate in (("link_gb_s", self.link_gb_s), ("memory_gb_s", self.memory_gb_s), *self.tflop_s):
+            self._check(name, rate, _LEAST_RATE)
+        for name, ms in (("copy_latency_ms", self.copy_latency_ms), ("launch_ms", self.launch_ms)):
+            self._check(name, ms, 0)
+
+    def _check(self, name: str, number: Any, least: float) -> None:
+        accepted = f"give a number from {least:g} to {_LARGEST:g}"
+        if isinstance(number, (bool, str)) or not hasattr(number, "__float__"):
+            raise TypeError(f"machine: {self.name}: {name}: {number!r} is of type {type(number).__name__}; {accepted}")
+        if not least <= number <= _LARGEST:
+            raise ConfigError(f"machine: {self.name}: {name}: {number} is not accepted; {accepted}")
 
     @classmethod
     def nominal(cls, name: str = "nominal") -> Machine:
@@ -83,7 +104,7 @@ class Machine:
     def load(cls, path: Path) -> Machine:
         """Read what `save` wrote. Raises OSError as files do, and ValueError, KeyError or TypeError for anything else."""
         data: dict[str, Any] = json.loads(path.read_text())
-        data["tflop_s"] = tuple((str(k), float(v)) for k, v in data["tflop_s"])
+        data["tflop_s"] = tuple((str(k), v) for k, v in data["tflop_s"])
         return cls(**data)
 
     def __str__(self) -> str:

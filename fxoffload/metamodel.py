@@ -32,22 +32,35 @@ def build(data: dict[str, Any], path: Path, *, dtype: str | None = None) -> torc
     """The model of a config, on the meta device, for inference.
 
     `dtype` of the weights: one of `DTYPES`; None: what the config says, or else bfloat16. Parts that the class itself keeps in
-    float32 stay so. Raises ConfigError, naming `path`, for a class that is not known and for a config that its class refuses.
+    float32 stay so. Raises ConfigError, naming `path`, for a class that is not known, for a config that its class refuses, and
+    for quantized weights.
     """
+    _refuse_quantized(data, path)
     make = _diffusers_model if "_class_name" in data else _transformers_model
     try:
         with torch.device("meta"):
             model = make(data, path)
-    except (TypeError, ValueError, KeyError, AttributeError, AssertionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:  # Whatever a class raises for numbers that it did not expect.
         name = data.get("_class_name") or data.get("architectures") or data.get("model_type")
-        raise ConfigError(
-            f"cli: {path}: {name} cannot be built from it ({type(error).__name__}: {error}); give the config.json of its weights"
-        ) from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"cli: {path}: {name} cannot be built from it ({why}); give the config.json of its weights") from error
     model = model.eval().requires_grad_(False)
     set_dtype(model, getattr(torch, dtype or _dtype_of(data)))
     return model
+
+
+def _refuse_quantized(data: dict[str, Any], path: Path) -> None:
+    """What a library makes of modules to hold quantized weights, and how many bytes that takes, no config says."""
+    settings = data.get("quantization_config")
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        raise ConfigError(
+            f"cli: {path}: its weights are quantized ({method or 'quantization_config'}), and what they take is not known "
+            "without them; in Python, load the model and call fxoffload.explain(model, *inputs), or take quantization_config out "
+            "of the file for the plan of unquantized weights"
+        )
 
 
 def _diffusers_model(data: dict[str, Any], path: Path) -> torch.nn.Module:

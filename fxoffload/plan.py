@@ -26,9 +26,13 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fxoffload.errors import PlanError
 
 PLAN_FORMAT = 1
+_LARGEST = 1e30
+"""No plan has such a number, and not all that are larger have quotients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +135,70 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote. Raises ValueError for another format."""
-        data: dict[str, Any] = json.loads(Path(path).read_text())
-        found = data.pop("format", None)
-        if found != PLAN_FORMAT:
-            raise ValueError(f"plan file {path}: format {found}, this version reads {PLAN_FORMAT}; plan the model again")
-        data["segments"] = tuple(data["segments"])
-        data["residents"] = tuple(Resident(**resident) for resident in data["residents"])
-        for load in data["loads"]:
-            load["uses"] = tuple(load["uses"])
-        data["loads"] = tuple(Load(**load) for load in data["loads"])
-        return cls(**data)
+        """Read a plan that `save` wrote. Raises PlanError, naming the file, for one that cannot be read or holds anything else.
+
+        Every value has its type then, and every index names a segment. Whether the plan is right is for the judge to say.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            found = data.pop("format", None) if isinstance(data, dict) else PLAN_FORMAT
+            if found != PLAN_FORMAT:
+                raise PlanError(f"plan: {path}: format {found}, this version reads {PLAN_FORMAT}; plan the model again")
+            plan: Plan = _typed(cls, data, "the plan")
+            _check_indices(plan)
+        except OSError as error:
+            raise PlanError(f"plan: {path}: {error.strerror}; give a file that Plan.save wrote") from error
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"plan: {path}: this is no saved plan ({error}); give a file that Plan.save wrote") from error
+        return plan
 
     def __str__(self) -> str:
         from fxoffload.show import plan_table
 
         return plan_table(self)
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """What JSON holds, as a `kind`: lists become tuples, dicts dataclasses. Raises ValueError that says where it is none."""
+    if dataclasses.is_dataclass(kind):
+        return _typed_fields(kind, value, where)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} is {_shown(value)}, not a list")
+        return tuple(_typed(get_args(kind)[0], item, f"{where}[{k}]") for k, item in enumerate(value))
+    # By type, because True is an int to Python. A whole number of ms is one too, and NaN a number to Python's JSON.
+    kinds = (int, float) if kind is float else get_args(kind) or (kind,)
+    if type(value) not in kinds or (type(value) in (int, float) and not abs(value) < _LARGEST):
+        raise ValueError(f"{where} is {_shown(value)}, not {_named(kind)}")
+    return value
+
+
+def _typed_fields(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_shown(value)}, not an object with fields")
+    hints = get_type_hints(kind)
+    required = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in value]:
+        raise ValueError(f"{where} has no {', '.join(map(repr, missing))}")
+    if unknown := [name for name in value if name not in hints]:
+        raise ValueError(f"{where} has {', '.join(map(repr, unknown))}, which this version does not know")
+    inside = "" if kind is Plan else f"{where}."
+    return kind(**{name: _typed(hints[name], item, f"{inside}{name}") for name, item in value.items()})
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _named(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    return " or ".join(names[one] for one in get_args(kind) or (kind,))
+
+
+def _check_indices(plan: Plan) -> None:
+    """A plan prints, and is judged, only if its loads name segments that it has."""
+    n = len(plan.segments)
+    for load in plan.loads:
+        if not load.uses or not all(0 <= i < n for i in (*load.uses, load.prefetch_before)):
+            raise ValueError(f"load {load.name!r} has no use, or names a segment outside 0 to {n - 1}")

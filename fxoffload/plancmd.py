@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _ACCEPTED = "give the config.json of a model, its folder, or a file that Plan.save wrote"
 _SIZES = ("batch", "height", "width", "frames", "tokens")
-
+_ABOUT_MODELS = ("budget", "machine", *_SIZES, "dtype", "out")
+"""Options that say what to plan, or what to do with it."""
 
 _BUDGET = (
     "device memory, such as 8GiB; left out: what is free, or, without an accelerator, the smallest with which copies overlap "
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     from fxoffload import metamodel  # Slow to import, which the help need not wait for.
 
     if not metamodel.is_model_config(data):
-        print(read_plan(path))
+        _print_saved(path, data, arguments)
         return
     explanation = _explain(path, data, arguments)
     print(explanation)
@@ -56,14 +57,17 @@ def run(arguments: argparse.Namespace) -> None:
         _write(explanation, arguments.out)
 
 
-def read_plan(path: Path) -> Plan:
-    """The plan in a file. Raises PlanError for a file that cannot be read, or that holds no plan."""
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        raise PlanError(f"cli: {path}: {error.strerror}; {_ACCEPTED}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"cli: {path}: this is no saved plan ({error}); {_ACCEPTED}") from error
+def _print_saved(path: Path, data: Any, arguments: argparse.Namespace) -> None:
+    if not isinstance(data, dict) or "format" not in data:
+        raise PlanError(f"cli: {path}: this is neither the config of a model nor a saved plan; {_ACCEPTED}")
+    plan = Plan.load(path)
+    given = [f"--{name}" for name in _ABOUT_MODELS if getattr(arguments, name) is not None]
+    if given:
+        what = f"{path} is a saved plan, which is printed as it is"
+        raise ConfigError(
+            f"cli: {', '.join(given)}: {what}; leave {'it' if len(given) == 1 else 'them'} out, or give a config.json"
+        )
+    print(plan)
 
 
 def parse_machine(text: str) -> Machine:

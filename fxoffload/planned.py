@@ -6,9 +6,11 @@ in the first forwards what a forward takes besides the arena (`warmup`), and are
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -99,19 +101,32 @@ class Planned:
         return smallest_budget(self.costs, self.knobs, activation_nbytes=self.activation_nbytes, overlap=overlap)
 
     def decide(self, budget_nbytes: int) -> Plan:
-        """The plan for a budget. Changes nothing. Raises BudgetError or ConfigError."""
+        """The plan for a budget. Changes nothing. Raises BudgetError or ConfigError.
+
+        Where a debug switch gives the plan, it raises PlanError for one that is not for these costs, or not within the budget.
+        """
         chosen = switches().plan
-        if chosen is not None:
-            plan = Plan.load(chosen)
-        else:
+        if chosen is None:
             plan = _planned(self.costs, budget_nbytes, self.knobs, self.activation_nbytes)
+        else:
+            plan = self._saved(chosen, budget_nbytes)
         check_plan(plan, self.costs)
         return plan
+
+    def _saved(self, path: Path, budget_nbytes: int) -> Plan:
+        """The plan of a file, to be judged by the budget and the activations at hand instead of those that it was made for.
+
+        Until activations are measured they are at best an estimate, and what the plan was made with may be a measure of them.
+        """
+        plan = Plan.load(path)
+        activations = self.activation_nbytes if self._warmup.done else plan.activation_nbytes
+        return dataclasses.replace(plan, budget_nbytes=budget_nbytes, activation_nbytes=activations)
 
     def replan(self) -> None:
         """Plan for the engine's budget as it is now; take effect at the next call."""
         budget = self.engine.budget_nbytes(self.config)
-        if self._warmup.done or self._fits_amply(budget):
+        # A saved plan is what it is: it cannot leave room for the first forwards.
+        if self._warmup.done or self._fits_amply(budget) or switches().plan is not None:
             self.adopt(self.decide(budget))
             return
         smallest = self.smallest_budget()

@@ -57,7 +57,7 @@ def example_inputs(
     """Keyword arguments of one call of `model`, in the shapes of this module's table: random values, or none on the meta device.
 
     Floating-point inputs have the dtype of most of the model's weights. Raises ConfigError for a class that is not
-    known, and for sizes that do not divide into latents.
+    known, for sizes that do not divide into latents, and for those that inputs of the class do not have.
     """
     name = type(model).__name__
     maker = _MAKERS.get(name) or (_text if _is_text(model) else None)
@@ -67,6 +67,9 @@ def example_inputs(
             "of transformers; in Python, give your own: fxoffload.explain(model, *inputs, machine=fxoffload.Machine.nominal())"
         )
     sizes = Sizes(batch, height, width, frames, tokens)
+    for size in _WITHOUT.get(maker, ()):
+        if (given := getattr(sizes, size)) is not None:
+            raise ConfigError(f"shapes: {size}: {given} is given, but the inputs of {name} have none; leave it out")
     return maker(model, sizes, _Values(torch.device(device), _dtype_of(model), seed))
 
 
@@ -232,3 +235,10 @@ _MAKERS: dict[str, Callable[[Any, Sizes, _Values], Inputs]] = {
     "SD3Transformer2DModel": _sd3,
     "WanTransformer3DModel": _wan,
 }
+_WITHOUT: dict[Callable[[Any, Sizes, _Values], Inputs], tuple[str, ...]] = {
+    _flux: ("frames",),
+    _qwen_image: ("frames",),
+    _sd3: ("frames",),
+    _text: ("height", "width", "frames"),
+}
+"""Sizes that say nothing of a family's inputs."""

@@ -24,6 +24,8 @@ ACCEPTED_SIZES = (
 
 _UNITS = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([kmgt])i?b|b)?", re.IGNORECASE | re.ASCII)
+_LARGEST = 10**30
+"""No int has more digits than text may have: a larger one is a mistake, and not even a float may hold it."""
 _FACTORS = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
 
 
@@ -40,8 +42,9 @@ def parse_size(text: str | int, *, what: str = "size") -> int:
     if isinstance(text, bool) or not isinstance(text, (str, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"config: {what}: {text!r} is of type {type(text).__name__}; give {ACCEPTED_SIZES}")
     if isinstance(text, int):
-        if text <= 0:
-            raise ConfigError(f"config: {what}: {text} is not a size; give {ACCEPTED_SIZES}")
+        if not 0 < text < _LARGEST:
+            shown = str(text) if abs(text) < _LARGEST else f"an int of {text.bit_length()} bits"
+            raise ConfigError(f"config: {what}: {shown} is not a size; give {ACCEPTED_SIZES}")
         return text
     match = _SIZE.fullmatch(text.strip())
     if match is None:

@@ -90,6 +90,8 @@ def _check_ranges(plan: Plan, buckets: dict[str, BucketCost]) -> None:
             if load.offset < end and start < load.offset + load.nbytes:
                 where = f"bytes {max(start, load.offset)} to {min(end, load.offset + load.nbytes)}"
                 _refuse(f"{load.name}: overwrites resident {resident} at {where}")
+    if plan.activation_nbytes < 0:
+        _refuse(f"activations: {plan.activation_nbytes} bytes in the plan, less than none")
     peak = plan.arena_nbytes + plan.activation_nbytes
     if peak > plan.budget_nbytes:
         parts = f"arena {plan.arena_nbytes} + activations {plan.activation_nbytes} = {peak} bytes"

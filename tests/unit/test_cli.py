@@ -79,26 +79,46 @@ def test_plan_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("text", "cause"),
+    ("text", "message"),
     [
-        ("", "Expecting value: line 1 column 1 (char 0)"),
-        ("{}", "plan file PATH: format None, this version reads 1; plan the model again"),
-        ('{"format": 99}', "plan file PATH: format 99, this version reads 1; plan the model again"),
-        ('{"format": 1}', "'segments'"),
-        ("[]", "list indices must be integers or slices, not str"),
+        *((text, f"cli: PATH: this is neither the config of a model nor a saved plan; {ACCEPTED}") for text in ("", "{}", "[]")),
+        ('{"format": 99}', "plan: PATH: format 99, this version reads 1; plan the model again"),
+        (
+            '{"format": 1}',
+            r"plan: PATH: this is no saved plan \(the plan has no 'segments', .*\); give a file that Plan.save wrote",
+        ),
     ],
 )
-def test_plan_of_another_file(text: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_another_file(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
-    cause = cause.replace("PATH", str(path))
     line = refused(["plan", str(path)], capsys)
-    if text != "[]":
-        assert line == f"fxoffload: cli: {path}: this is no saved plan ({cause}); {ACCEPTED}"
-    assert re.fullmatch(
-        rf"fxoffload: cli: .*: this is no saved plan \(.*\); {ACCEPTED}",
-        line,
-    )
+    assert re.fullmatch(f"fxoffload: {message.replace('PATH', str(path))}", line)
+
+
+def test_a_saved_plan_that_cannot_print(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    make_plan(costs(), 4 << 20).save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "arena_nbytes": None}))
+    assert "no saved plan (arena_nbytes is null, not a whole number)" in refused(["plan", str(path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "which"),
+    [
+        (["--budget", "1KiB"], "--budget", "it"),
+        (["--out", "OUT"], "--out", "it"),
+        (["--machine", "bogus", "--dtype", "float16", "--batch", "2"], "--machine, --batch, --dtype", "them"),
+    ],
+)
+def test_options_that_say_nothing_of_a_saved_plan(
+    argv: list[str], options: str, which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    make_plan(costs(), 4 << 20).save(path)
+    line = refused(["plan", str(path), *argv], capsys)
+    what = f"{path} is a saved plan, which is printed as it is; leave {which} out, or give a config.json"
+    assert line == f"fxoffload: cli: {options}: {what}"
 
 
 def test_plan_of_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

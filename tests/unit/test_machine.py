@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from fxoffload import calibrate
 from fxoffload.calibrate import cache_path, fit_pieces, machine_of
+from fxoffload.errors import ConfigError
 from fxoffload.machine import Machine
 
 MACHINE = Machine("test", 50.0, 0.01, 2000.0, 0.005, (("bfloat16", 400.0), ("float32", 50.0)))
@@ -157,6 +159,32 @@ def test_saved_and_loaded_it_is_equal(tmp_path: Path) -> None:
     assert path.read_text().endswith("}\n")
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"link_gb_s": 0.0}, "link_gb_s: 0.0 is not accepted; give a number from 1e-06 to 1e+09"),
+        ({"link_gb_s": float("inf")}, "link_gb_s: inf is not accepted; give a number from 1e-06 to 1e+09"),
+        ({"memory_gb_s": float("nan")}, "memory_gb_s: nan is not accepted; give a number from 1e-06 to 1e+09"),
+        ({"launch_ms": -1}, "launch_ms: -1 is not accepted; give a number from 0 to 1e+09"),
+        ({"copy_latency_ms": float("inf")}, "copy_latency_ms: inf is not accepted; give a number from 0 to 1e+09"),
+        ({"tflop_s": (("float32", 1.0), ("bfloat16", 0))}, "bfloat16: 0 is not accepted; give a number from 1e-06 to 1e+09"),
+        ({"tflop_s": ()}, "tflop_s has no rate; give one at least, such as ('bfloat16', 100.0)"),
+    ],
+)
+def test_numbers_that_no_machine_has(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        dataclasses.replace(MACHINE, **change)
+    assert str(refusal.value) == f"machine: test: {text}"
+
+
+@pytest.mark.parametrize("value", ["5", None, True])
+def test_what_is_no_number(value: Any) -> None:
+    with pytest.raises(TypeError) as refusal:
+        dataclasses.replace(MACHINE, launch_ms=value)
+    kind = type(value).__name__
+    assert str(refusal.value) == f"machine: test: launch_ms: {value!r} is of type {kind}; give a number from 0 to 1e+09"
+
+
 def test_nominal_is_the_same_everywhere() -> None:
     assert Machine.nominal() == Machine.nominal()
     assert Machine.nominal("cpu") == dataclasses.replace(Machine.nominal(), name="cpu")
@@ -253,7 +281,10 @@ def test_a_cache_that_cannot_be_written_is_a_line_in_the_log(
     assert record.getMessage().endswith("); the machine will be measured again next time")
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", '{"name": "half written"'])
+NO_LINK = json.dumps({**dataclasses.asdict(MACHINE), "link_gb_s": 0})
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"name": "half written"', NO_LINK])
 def test_a_file_that_cannot_be_read_is_measured_anew(measured: list[torch.device], content: str) -> None:
     cache_path(CUDA).parent.mkdir(parents=True)
     cache_path(CUDA).write_text(content)

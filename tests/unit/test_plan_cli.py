@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -107,6 +108,10 @@ def test_a_machine_by_its_constants(tmp_path: Path) -> None:
         ("link_gb_s=fast", r"cli: --machine: 'link_gb_s=fast' is not accepted; .*"),
         ("link_gb_s=-1", r"cli: --machine: 'link_gb_s=-1' is not accepted; .*"),
         ("link_gb_s=nan", r"cli: --machine: 'link_gb_s=nan' is not accepted; .*"),
+        ("link_gb_s=inf", r"machine: link_gb_s=inf: link_gb_s: inf is not accepted; give a number from 1e-06 to 1e\+09"),
+        ("link_gb_s=1e305", r"machine: link_gb_s=1e305: link_gb_s: 1e\+305 is not accepted; .*"),
+        ("launch_ms=inf", r"machine: launch_ms=inf: launch_ms: inf is not accepted; give a number from 0 to 1e\+09"),
+        ("bfloat16=inf", r"machine: bfloat16=inf: bfloat16: inf is not accepted; .*"),
         ("name=1", r"cli: --machine: 'name=1' is not accepted; .*"),
         ("nowhere", r"cli: --machine: nowhere: No such file or directory; give a file, 'nominal', or NAME=VALUE,..."),
     ],
@@ -117,8 +122,12 @@ def test_what_is_no_machine(text: str, message: str) -> None:
     assert re.fullmatch(message, str(refusal.value))
 
 
-def test_a_file_that_is_no_machine(tmp_path: Path) -> None:
-    path = write(tmp_path, {"link_gb_s": 3}, "machine.json")
+@pytest.mark.parametrize(
+    "change", [None, {"link_gb_s": 0}, {"link_gb_s": "x"}, {"tflop_s": []}, {"tflop_s": [["bfloat16", None]]}]
+)
+def test_a_file_that_is_no_machine(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    data = {"link_gb_s": 3} if change is None else {**dataclasses.asdict(Machine.nominal()), **change}
+    path = write(tmp_path, data, "machine.json")
     with pytest.raises(ConfigError, match=r"this is no saved machine \(.*\); give what Machine.save wrote"):
         plancmd.parse_machine(str(path))
 
@@ -206,6 +215,54 @@ def test_a_config_that_its_class_refuses(tmp_path: Path, capsys: pytest.CaptureF
     assert line.endswith("); give the config.json of its weights")
 
 
+SMALL_LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000,
+}  # fmt: skip
+SMALL_FLUX = {"_class_name": "FluxTransformer2DModel", "num_layers": 1, "num_single_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {**SMALL_LLAMA, "num_attention_heads": 5},
+        {**SMALL_LLAMA, "num_attention_heads": 0},
+        {**SMALL_LLAMA, "hidden_size": -64},
+        {**SMALL_LLAMA, "hidden_size": "64"},
+        {**SMALL_LLAMA, "architectures": "LlamaForCausalLM"},
+        {**SMALL_FLUX, "attention_head_dim": 0},
+        {**SMALL_FLUX, "in_channels": -4},
+    ],
+)
+def test_whatever_a_class_raises_is_one_line(data: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cli: c\.json: .* cannot be built from it \(\w+: .*\); give the config") as refusal:
+        metamodel.build(data, Path("c.json"))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "quantization_config"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_quantized_weights_are_refused(settings: dict[str, Any], method: str, dtype: str | None) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        metamodel.build({**SMALL_LLAMA, "quantization_config": settings}, Path("c.json"), dtype=dtype)
+    assert str(refusal.value) == (
+        f"cli: c.json: its weights are quantized ({method}), and what they take is not known without them; in Python, load the "
+        "model and call fxoffload.explain(model, *inputs), or take quantization_config out of the file for the plan of "
+        "unquantized weights"
+    )
+
+
+def test_a_config_that_says_that_nothing_is_quantized() -> None:
+    metamodel.build({**SMALL_LLAMA, "quantization_config": None}, Path("c.json"))
+
+
 def test_inputs_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, {"_class_name": "AutoencoderTiny"})
     assert refused([str(path)], capsys).startswith("shapes: AutoencoderTiny: the inputs of this class are not known; known are ")
@@ -217,6 +274,8 @@ def test_inputs_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--budget", "1KiB"], r"planner: budget 1.00 KiB: .*; raise the budget to at least .*"),
         (["--budget", "0.5"], r"config: --budget: '0.5' comes to 0.5 bytes; .*"),
         (["--tokens", "0"], r"shapes: tokens: 0 is not accepted; give an int >= 1"),
+        (["--height", "64"], r"shapes: height: 64 is given, but the inputs of LlamaForCausalLM have none; leave it out"),
+        (["--frames", "3"], r"shapes: frames: 3 is given, but the inputs of LlamaForCausalLM have none; leave it out"),
         (["--machine", "slow"], r"cli: --machine: slow: No such file or directory; .*"),
     ],
 )

@@ -138,6 +138,8 @@ def test_an_encoder_and_decoder_is_not_known() -> None:
         ("wan", {"frames": 80}, "shapes: frames: 80 is no multiple of 4 and one more; give one, such as 81"),
         ("llama", {"batch": 0}, "shapes: batch: 0 is not accepted; give an int >= 1"),
         ("llama", {"tokens": -1}, "shapes: tokens: -1 is not accepted; give an int >= 1"),
+        ("flux", {"frames": 5}, "shapes: frames: 5 is given, but the inputs of FluxTransformer2DModel have none; leave it out"),
+        ("t5", {"width": 64}, "shapes: width: 64 is given, but the inputs of T5EncoderModel have none; leave it out"),
     ],
 )
 def test_sizes_that_make_no_latents(case: str, sizes: dict[str, int], text: str) -> None:

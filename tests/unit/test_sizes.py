@@ -78,6 +78,13 @@ def test_no_size_as_int(number: int) -> None:
     assert str(caught.value) == f"config: max_inflight_prefetch_bytes: {number} is not a size; {ACCEPTED}"
 
 
+@pytest.mark.parametrize(("number", "bits"), [(10**30, 100), (10**400, 1329), (-(10**5000), 16610)], ids=["30", "400", "-5000"])
+def test_an_int_with_more_digits_than_a_size_has(number: int, bits: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_size(number, what="memory_budget")
+    assert str(caught.value) == f"config: memory_budget: an int of {bits} bits is not a size; {ACCEPTED}"
+
+
 @pytest.mark.parametrize(
     ("value", "kind"), [(True, "bool"), (False, "bool"), (1.0, "float"), (None, "NoneType"), (b"1", "bytes")]
 )

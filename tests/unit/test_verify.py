@@ -75,6 +75,10 @@ def test_everything_resident_is_accepted():
     check_plan(right_plan(residents=residents, loads=(), arena_nbytes=4 * UNIT, budget_nbytes=2000), COSTS)
 
 
+def test_activations_below_zero():
+    assert refusal(right_plan(activation_nbytes=-1)) == "activations: -1 bytes in the plan, less than none"
+
+
 def test_slot_still_read():
     # 2 goes into slot 1 before segment 0, which reads 0 there, has run.
     assert refusal(with_load(2, load(2, 1, 0, 0))) == (
