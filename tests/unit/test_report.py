@@ -236,6 +236,8 @@ def test_stages_are_values() -> None:
 
 def test_curve() -> None:
     found = explained()
+    with pytest.raises(ConfigError, match="curve: points: 1 make no curve"):
+        found.curve(1)
     curve = found.curve(8)
     assert len(curve.points) in (8, 9)
     assert [p.budget_nbytes for p in curve.points] == sorted(p.budget_nbytes for p in curve.points)
