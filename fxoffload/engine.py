@@ -155,6 +155,18 @@ class Engine:
             nbytes,
         )
 
+    def unpack(self, tensors: Sequence[torch.Tensor], *, coarse: bool) -> None:
+        """Before these are packed: forget what is packed no more (`HostStore.unpack`), with all that was planned on it.
+
+        Slots and captured forwards of such a plan would keep the host memory, and what is packed next would come on top.
+        """
+        if not self.store.unpack(tensors, coarse=coarse):
+            return
+        stale = [p for p in {*self.planned, self.current} if p is not None and p.is_stale()]
+        self.planned = [p for p in self.planned if p not in stale]
+        for planned in stale:
+            planned.release()
+
     def forget(self, packed: Iterable[HostTensor]) -> None:
         """The host bytes of tensors changed: what the arena holds of their buckets is stale."""
         buckets = {id(part.bucket): part.bucket for p in packed for part in p.parts}

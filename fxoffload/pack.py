@@ -30,7 +30,7 @@ def pack_program(
     read them: a write to one must reach the other.
     """
     source_of = {w.placeholder: source for w, source in zip(program.facts.weights, program.sources, strict=True)}
-    engine.store.unpack(list(tensors.values()), coarse=True)
+    engine.unpack(list(tensors.values()), coarse=True)
     fresh = {p: t for p, t in tensors.items() if engine.store.find(t) is None}
     root = engine.root() if engine.root is not None else None
     # What other graphs of the model read may share bytes with what this one reads.
@@ -77,7 +77,7 @@ def pack_units(engine: Engine, units: Units, parts: Collection[int]) -> None:
     _refuse_meta(named)
     _refuse_sparse(named)
     tensors = [tensor for _, tensor in named]
-    engine.store.unpack(tensors, coarse=False)
+    engine.unpack(tensors, coarse=False)
     fresh = [t for t in tensors if engine.store.find(t) is None]
     moved = sorted({str(t.device) for t in fresh if t.device.type != "cpu"})
     start = time.perf_counter()

@@ -73,25 +73,27 @@ class HostStore:
         others = (w.whole for part in packed.parts for w in part.bucket.weights if w.whole is not packed)
         return any(share_bytes(packed.view, other.view) for other in others)
 
-    def unpack(self, tensors: Sequence[torch.Tensor], *, coarse: bool) -> None:
+    def unpack(self, tensors: Sequence[torch.Tensor], *, coarse: bool) -> bool:
         """Forget every bucket of these tensors that is to be packed anew: one in which some weight is gone for good, or is tied.
 
         A weight is gone when its tensor is, or when the tensor has become another (`model.to(dtype)`). With `coarse`, buckets
-        that were packed by modules are forgotten too.
+        that were packed by modules are forgotten too; and in any case regions in which all weights are gone, whosever they were.
+        Returns whether there was anything to forget.
         """
+        before = len(self.buckets)
         tied = self.sharing(tensors)
         mine = [found for t in tensors if (found := self._tensors.get(id(t))) is not None and found.tensor() is t]
         for found in (*tied, *mine):
-            regions = {id(part.bucket.region): part.bucket.region for part in found.parts}
+            regions = {id(part.bucket.region) for part in found.parts}
             buckets = [bucket for bucket in self.buckets.values() if id(bucket.region) in regions]
             wholes = {id(w.whole): w.whole for bucket in buckets for w in bucket.weights}
             intact = all((t := whole.tensor()) is not None and self.find(t) is whole for whole in wholes.values())
-            if intact and not (coarse and any(bucket.coarse for bucket in buckets)) and found not in tied:
-                continue
-            for whole in wholes.values():
-                self._tensors = {key: value for key, value in self._tensors.items() if value is not whole}
-            self._forget(buckets)
-            self._release([r for r in self._regions if id(r) in regions])
+            if not intact or (coarse and any(bucket.coarse for bucket in buckets)) or found in tied:
+                self._give_up(regions)
+        # By the buckets, since another tensor may have the `id` of one that is gone.
+        alive = {id(b.region) for b in self.buckets.values() if any(w.whole.tensor() is not None for w in b.weights)}
+        self._give_up({id(region) for region in self._regions} - alive)
+        return len(self.buckets) < before
 
     def part(self, packed: HostTensor, rows: tuple[int, int] | None) -> HostWeight:
         """A packed tensor, or some rows (first, end) of it, in one piece.
@@ -209,6 +211,14 @@ class HostStore:
         self._release(list(self._regions))
         self._forget(list(self.buckets.values()))
         self._tensors.clear()
+
+    def _give_up(self, regions: Collection[int]) -> None:
+        """Forget all that is packed in some regions, by `id`. What still lies there keeps the memory, which is unpinned."""
+        buckets = [bucket for bucket in self.buckets.values() if id(bucket.region) in regions]
+        wholes = {id(w.whole) for bucket in buckets for w in bucket.weights}
+        self._tensors = {key: packed for key, packed in self._tensors.items() if id(packed) not in wholes}
+        self._forget(buckets)
+        self._release([region for region in self._regions if id(region) in regions])
 
     def _forget(self, buckets: Sequence[HostBucket]) -> None:
         """Buckets, weights and tensors know each other in circles, which would hold the memory until Python looks for those."""

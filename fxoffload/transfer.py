@@ -238,6 +238,8 @@ class ThreadTransfer:
                 job.set()
             else:
                 self._copy(job)
+            # A slot has host memory, which must not stay until the next copy.
+            del job
 
     def _copy(self, slot: Slot) -> None:
         try:

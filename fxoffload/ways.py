@@ -156,7 +156,7 @@ class Ways:
     def _repack(self, units: Units) -> None:
         """Other units from the next call on, in buckets of their own."""
         self._take(units)
-        self._engine.store.unpack([tensor for _, tensor in all_tensors(units)], coarse=True)
+        self._engine.unpack([tensor for _, tensor in all_tensors(units)], coarse=True)
         self._begin()
 
     def _go_back(self, units: Units, followers: Mapping[str, Follower]) -> None:

@@ -16,6 +16,7 @@ from fxoffload import OffloadWarning
 from fxoffload.store import HostStore
 from tests.checks import offload
 from tests.models import rows, toy
+from tests.pinning import pinning
 
 
 def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
@@ -144,6 +145,48 @@ def test_what_is_packed_goes_without_the_garbage_collector() -> None:
         assert flat() is None
     finally:
         gc.enable()
+
+
+def test_a_region_goes_when_the_last_weight_in_it_is_gone() -> None:
+    """Whether it has one bucket or several, and whoever has the `id` of such a weight since."""
+    with pinning(1 << 20) as driver:
+        host = HostStore(torch.device("cpu"))
+        a, b = ([p for _, p in weights((64,), (64,))] for _ in range(2))
+        matrix = torch.rand(64, 64)
+        host.pack("a", [("a0", a[0]), ("a1", a[1])])
+        host.pack("b", [("b0", b[0]), ("b1", b[1])])
+        host.pack_rows([("m", matrix)], [(0, 32), (32, 64)])
+        assert not host.unpack(a, coarse=False)
+        flats = {name: weakref.ref(bucket.flat) for name, bucket in host.buckets.items()}
+        view = b[1].detach()
+        values = view.clone()
+        del a[0], b[:]
+        assert host.unpack([], coarse=False)
+        assert list(host.buckets) == ["a", "m[0:32]", "m[32:64]"], "one weight of it is left"
+        assert flats["b"]() is None
+        assert host.nbytes == host.pinned_nbytes == 512 + 64 * 64 * 4
+        assert len(driver.pinned) == 2
+        assert torch.equal(view, values), "memory stays as long as a tensor lies in it"
+        del matrix
+        for k in range(3):
+            assert host.unpack([], coarse=False)
+            host.pack(f"c{k}", weights((64,)))
+            assert (list(host.buckets), sorted(host.by_name())) == (["a", f"c{k}"], ["a0", "a1", "w0"])
+            assert host.nbytes == host.pinned_nbytes == 512 + 256
+        host.close()
+
+
+def test_what_lies_in_the_memory_of_one_that_is_gone_is_packed_where_it_lies() -> None:
+    host = HostStore(torch.device("cpu"))
+    weight = torch.rand(64, 64)
+    host.pack("b", [("w", weight)])
+    other, address, values = nn.Parameter(weight.detach(), requires_grad=False), weight.data_ptr(), weight.clone()
+    del weight
+    assert host.unpack([other], coarse=False)
+    places = host.find_places([[other]])
+    host.pack("b", [("w", other)], place=places[0])
+    assert (other.data_ptr(), host.nbytes) == (address, values.nbytes)
+    assert torch.equal(other, values)
 
 
 def test_rebind_swaps() -> None:
