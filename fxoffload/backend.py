@@ -22,8 +22,8 @@ from fxoffload.causal import drop_masks
 from fxoffload.config import OffloadConfig
 from fxoffload.cut import Traced, cut_finely
 from fxoffload.debug import logger, start_logging, switches
+from fxoffload.devices import available_device
 from fxoffload.dispatch import Dispatch, place
-from fxoffload.engine import available_device
 from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.facts import Facts
 from fxoffload.foreign import refuse_foreign_hooks, refuse_untraceable

@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from fxoffload.attached import attachment_of, forget, remember
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
-from fxoffload.engine import Engine, available_device, engine_for, find_engine
+from fxoffload.devices import available_device
+from fxoffload.engine import Engine, engine_for, find_engine
 from fxoffload.entries import Entry, Hook, RootHook, apart, is_called, is_compiled
 from fxoffload.errors import GradientError, OffloadError
 from fxoffload.follow import Follower

@@ -16,7 +16,7 @@ from fxoffload.buckets import align
 from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.cost import BucketCost, Costs, SegmentCost
-from fxoffload.engine import available_device, device_memory
+from fxoffload.devices import available_device, device_memory
 from fxoffload.errors import BudgetError
 from fxoffload.machine import Machine
 from fxoffload.planner import knobs_of, make_plan

@@ -15,7 +15,7 @@ import torch
 
 from fxoffload.components import find_components
 from fxoffload.config import SEGMENT_COMPILERS
-from fxoffload.engine import available_device
+from fxoffload.devices import available_device
 from fxoffload.errors import ConfigError, OffloadError
 from fxoffload.flags import Layerwise, add_flags, layerwise_settings, parse_count
 from fxoffload.forecast import forecast

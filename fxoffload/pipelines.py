@@ -27,7 +27,8 @@ from fxoffload.components import (
     release_pipeline,
 )
 from fxoffload.config import OffloadConfig
-from fxoffload.engine import Stats, available_device
+from fxoffload.devices import available_device
+from fxoffload.engine import Stats
 from fxoffload.errors import BudgetError, ConfigError, OffloadWarning
 from fxoffload.handle import LayerwiseOffloadHandle, handle_of, offload_module
 from fxoffload.layout import overlapping

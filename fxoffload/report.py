@@ -22,7 +22,8 @@ from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.cost import Costs
 from fxoffload.curve import POINTS, Curve, Landmarks, Study, find_curve, find_landmarks
-from fxoffload.engine import available_device, device_memory, find_engine
+from fxoffload.devices import available_device, device_memory
+from fxoffload.engine import find_engine
 from fxoffload.errors import ConfigError, OffloadError
 from fxoffload.facts import Facts
 from fxoffload.html import explanation_html

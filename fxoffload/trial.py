@@ -33,7 +33,7 @@ import torch
 
 from fxoffload import timing
 from fxoffload.contenders import CONTENDERS, REFERENCE, Contender
-from fxoffload.engine import available_device
+from fxoffload.devices import available_device
 from fxoffload.errors import OffloadError
 from fxoffload.hardware import machine, versions
 from fxoffload.profile import synchronize

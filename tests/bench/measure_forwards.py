@@ -26,7 +26,7 @@ import torch
 
 import fxoffload
 from fxoffload import timing
-from fxoffload.engine import available_device
+from fxoffload.devices import available_device
 from fxoffload.profile import synchronize
 from fxoffload.workloads import Workload, find_workload, make_inputs, make_model, show, weight_nbytes
 from tests.bench.rowfile import EVERYTHING, MIB, Row, RowFile, budget_for, host_nbytes, pinned_nbytes

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 import fxoffload
 from fxoffload import timing
 from fxoffload.calibrate import machine_of
-from fxoffload.engine import available_device
+from fxoffload.devices import available_device
 from fxoffload.workloads import Workload, empty_model, find_workload, make_inputs, make_model, show, weight_nbytes
 from tests.bench.rowfile import GIB, HostPeak, Row, RowFile, host_nbytes, pinned_nbytes
 

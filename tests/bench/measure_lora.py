@@ -24,7 +24,7 @@ from torch import nn
 
 import fxoffload
 from fxoffload import timing
-from fxoffload.engine import available_device
+from fxoffload.devices import available_device
 from fxoffload.workloads import Workload, empty_model, find_workload, make_inputs, make_model, show, weight_nbytes
 from tests.bench.rowfile import EVERYTHING, GIB, Row, RowFile, budget_for
 from tests.bench.sweep import compilations

@@ -32,7 +32,7 @@ from torch import nn
 import fxoffload
 from fxoffload import api, timing
 from fxoffload.calibrate import machine_of
-from fxoffload.engine import available_device
+from fxoffload.devices import available_device
 from fxoffload.workloads import Workload, blocks_of, find_workload, make_inputs, make_model, show
 from tests.bench.rowfile import EVERYTHING, GIB, Row, RowFile, budget_for
 from tests.bench.sweep import add_bounds, link_gb_s, spread

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxoffload import hostmemory
-from fxoffload.engine import device_memory
+from fxoffload.devices import device_memory
 from fxoffload.errors import OffloadError, OffloadWarning
 from fxoffload.hostmemory import host_memory
 from fxoffload.pins import Pins

@@ -31,6 +31,7 @@ LAYERS = [
         "containers",
         "foreign",
         "hostmemory",
+        "devices",
         "checkpoint",
     ],
     ["causal", "memo", "fakes", "counts", "read", "sink"],
