@@ -35,7 +35,7 @@ from fxoffload.owner import calling_line, owner_of, running_roots, tensor_names
 from fxoffload.pack import pack_program
 from fxoffload.passes.base import copy_graph
 from fxoffload.program import Program, input_names
-from fxoffload.read import name_of
+from fxoffload.read import find_written, name_of
 from fxoffload.rows import Source
 from fxoffload.select import selected_weights
 from fxoffload.sizes import show_size
@@ -104,8 +104,6 @@ def analyse(
     # Dynamo reads the placeholders of its graph again when it writes the call, so that graph is not ours to change.
     reason, gm = gm, fx.GraphModule(gm, copy_graph(gm.graph))
     watch = _Watch()
-    drop_masks(gm)
-    watch.lap("masks")
     placeholders = gm.graph.find_nodes(op="placeholder")
     reals = {n: t for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)}
     if root is None and reals:
@@ -120,8 +118,12 @@ def analyse(
     declared = _declared(root, _part_of(reals, names))
     machine = machine or machine_of(onload)
     watch.lap("machine")
+    written = find_written(gm, plain, onload, names, allow_meta=not runs)
+    watch.lap("writes")
+    drop_masks(gm, written)
+    watch.lap("masks")
 
-    traced = Traced(gm, plain, places, names, declared, onload, machine, runs)
+    traced = Traced(gm, plain, places, names, declared, onload, machine, runs, written)
     found = cut_finely(traced, config, nbytes_of(reals.values()), watch.lap)
     gm, facts, blocks = found.gm, found.facts, found.blocks
     top = split_graph(gm, blocks)

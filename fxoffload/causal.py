@@ -16,7 +16,7 @@ prefixes, and more keys than queries, which `is_causal` would align at the other
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,6 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxoffload.debug import logger
-from fxoffload.sink import is_in_place, traced_storages
 from fxoffload.storages import plain_tensors
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -43,15 +42,17 @@ def attention_arguments(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
 
 
-def drop_masks(gm: fx.GraphModule) -> None:
-    """Replace every constant mask of attention by `is_causal`, or by none, where that says the same. Changes `gm`."""
-    written = traced_storages(source for node in gm.graph.nodes if is_in_place(node) for source in node.all_input_nodes)
+def drop_masks(gm: fx.GraphModule, written: Set[str]) -> None:
+    """Replace every constant mask of attention by `is_causal`, or by none, where that says the same. Changes `gm`.
+
+    `written`: names of nodes whose memory the graph writes to, so that their values are not what made them.
+    """
     unread: set[fx.Node] = set()
 
     @functools.cache
     def pattern_of(mask: fx.Node) -> _Pattern:
         nodes = _producers(mask)
-        if not all(map(_may_be_constant, nodes)) or traced_storages(nodes) & written:
+        if not all(map(_may_be_constant, nodes)) or any(node.name in written for node in nodes):
             return None
         pattern = _pattern(nodes)
         unread.update(nodes if pattern is not None else ())

@@ -6,19 +6,24 @@ touched  = bytes of all tensors that those calls read or write, views excluded
 scratch  = bytes of the largest tensor that is made and dropped on the way, as a weight that is dequantized
 rate     = the dtype of the first operand of the last of those calls that have a formula: a wrapper's product may run in another
            one than the tensors that the node reads
+written  = storages that those calls write to, by the schemas of the operators: names do not tell, and `weight.data` has a version
+           counter of its own
 """
 
-# Private names of torch: dispatch modes, operators, pytrees. Checked on torch 2.11 and 2.13.
+# Private names of torch: dispatch modes, operators, their schemas, pytrees, version counters. Checked on torch 2.11 and 2.13.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 import torch.fx as fx
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop
@@ -30,6 +35,8 @@ from fxoffload.memo import Memo
 from fxoffload.storages import plain_tensors, storage_of
 from fxoffload.wrappers import is_wrapper
 
+_RAN = "fxoffload_ran"
+"""Metadata of a node that has run: what it gave, and for what."""
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
 
 Counts = tuple[sympy.Expr, sympy.Expr, sympy.Expr, "torch.dtype | None"]
@@ -46,14 +53,18 @@ class _Counter(TorchDispatchMode):
         self.touched: sympy.Expr = sympy.Integer(0)
         self.made: list[torch.Tensor] = []
         self.dtype: torch.dtype | None = None
+        self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, OpOverload):
+            # Of a wrapper, all that it consists of: its own code may write to any of it.
+            self.written.update(map(storage_of, plain_tensors(list(_targets(func, args, kwargs or {})))))
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # The wrapper's own code comes next, and what it calls comes here.
             return NotImplemented
-        out = func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator):
-            return out
+            return self._run_higher_order(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet in flop_registry:
             self.flops += size_expr(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
@@ -68,6 +79,14 @@ class _Counter(TorchDispatchMode):
             self.made.extend(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         return out
 
+    def _run_higher_order(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        # Its body is out of sight here, but raises the version counters of what it writes to.
+        given = plain_tensors((args, kwargs))
+        versions = [t._version for t in given]
+        out = func(*args, **kwargs)
+        self.written.update(storage_of(t) for t, version in zip(given, versions, strict=True) if t._version != version)
+        return out
+
     def scratch(self, value: Any) -> sympy.Expr:
         """Bytes of the largest tensor of static size that was made but is not part of the result."""
         kept = {storage_of(t) for t in plain_tensors(value)}
@@ -75,27 +94,72 @@ class _Counter(TorchDispatchMode):
         return max((size for size in sizes if size.is_Integer), default=sympy.Integer(0))
 
 
+def _targets(func: OpOverload, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operator writes to: tensors, and lists of them."""
+    if not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a node gave for its operands, its counts, and the storages of operands that it wrote to."""
+
+    operands: tuple[Any, ...]
+    value: Any
+    counts: Counts
+    written: frozenset[int]
+
+
 class CountingInterpreter(fx.Interpreter):
-    """Runs the graph on fake tensors; leaves each node's value in `meta["val"]` and its counts in `counts`."""
+    """Runs the graph on fake tensors; leaves each node's value in `meta["val"]` and its counts in `counts`.
+
+    `written`: the storages that some node got and wrote to. A node that ran before, in this graph or in one that it was copied
+    from, is not run again on the very same values.
+    """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.counts: dict[str, Counts] = {}
+        self.written: set[int] = set()
         self._memo = Memo()
 
     def run_node(self, n: fx.Node) -> Any:
-        operands = [self.env[source] for source in n.all_input_nodes]
+        operands = tuple(self.env[source] for source in n.all_input_nodes)
+        ran: _Ran | None = n.meta.get(_RAN)
+        if ran is None or len(ran.operands) != len(operands) or any(map(operator.is_not, ran.operands, operands)):
+            ran = self._run(n, operands)
+            if n.op in ("call_function", "call_method"):
+                n.meta[_RAN] = ran
+        self.counts[n.name] = ran.counts
+        self.written |= ran.written
+        n.meta["val"] = ran.value
+        return ran.value
 
-        def run() -> tuple[Any, Counts]:
+    def _run(self, n: fx.Node, operands: tuple[Any, ...]) -> _Ran:
+        written: frozenset[int] = frozenset()
+
+        def run() -> tuple[Any, Counts, bool]:
+            nonlocal written
             with _Counter() as counter:
                 value = super(CountingInterpreter, self).run_node(n)
+            if counter.written:
+                # What is made and dropped on the way has a storage whose number another one may get.
+                written = frozenset(counter.written.intersection(map(storage_of, plain_tensors(operands))))
             flops = counter.flops / 2 if _is_causal(n) else counter.flops
             unwraps = n.op != "output" and any(map(is_wrapper, operands))
-            return value, (flops, counter.touched, counter.scratch(value) if unwraps else sympy.Integer(0), counter.dtype)
+            scratch = counter.scratch(value) if unwraps else sympy.Integer(0)
+            return value, (flops, counter.touched, scratch, counter.dtype), bool(written)
 
-        value, self.counts[n.name] = self._memo.run(n, operands, run)
-        n.meta["val"] = value
-        return value
+        value, counts = self._memo.run(n, operands, run)
+        return _Ran(operands, value, counts, written)
+
+
+def without_values(meta: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a node for another one, which gives other values."""
+    return {key: item for key, item in meta.items() if key not in ("example_value", "val", _RAN)}
 
 
 def _is_causal(node: fx.Node) -> bool:

@@ -43,7 +43,7 @@ _LONG = 0.125
 class Traced:
     """A graph before it is cut: its inputs without wrappers, where they come from, names of weights by `id`, and declared blocks.
 
-    `runs`: it is to run, so that its weights must have bytes.
+    `runs`: it is to run, so that its weights must have bytes. `written`: names of nodes whose memory it writes to.
     """
 
     gm: fx.GraphModule
@@ -54,6 +54,7 @@ class Traced:
     onload: torch.device
     machine: Machine
     runs: bool
+    written: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def cut_finely(traced: Traced, config: OffloadConfig, weight_nbytes: int, lap: C
 def _cut(traced: Traced, limit_nbytes: int, lap: Callable[[str], None], *, holds: bool, whole: float = 1.0) -> Cut:
     gm = fx.GraphModule(traced.gm, copy_graph(traced.gm.graph))
     inputs, cuts = split_rows(gm, traced.inputs, limit_nbytes, is_weight, int(whole * limit_nbytes))
-    sink_views(gm, {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)})
+    weights = {n for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True) if is_weight(n, t)}
+    sink_views(gm, weights, traced.written)
     facts = read_facts(gm, inputs, traced.onload, traced.names, allow_meta=not traced.runs)
     refuse_unknown_sizes(facts)
     lap("facts")

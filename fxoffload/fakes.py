@@ -42,16 +42,22 @@ def fake_mode() -> FakeTensorMode:
 
 
 def fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device) -> tuple[list[Any], set[str]]:
-    """One fake a placeholder, in the mode that AOTAutograd will use; weights get storages of their own, on the onload device."""
+    """One fake a placeholder, in the mode that AOTAutograd will use; weights get storages of their own, on the onload device.
+
+    A placeholder that has one already, in `meta["val"]`, keeps it.
+    """
     mode = fake_mode()
     weights: set[str] = set()
     fakes: list[Any] = []
     for node, real in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         if is_weight(node, real):
+            weights.add(node.name)
+        if "val" in node.meta:
+            fakes.append(node.meta["val"])
+        elif is_weight(node, real):
             traced = node.meta["example_value"]
             with mode:
                 fakes.append(torch.empty_strided(traced.shape, traced.stride(), dtype=real.dtype, device=onload))
-            weights.add(node.name)
         elif isinstance(real, torch.Tensor):
             fakes.append(_fake_input(mode, real))
         else:

@@ -4,7 +4,7 @@ A transformer repeats its blocks, and most of a trace is the same operators on t
 fake mode costs several dispatches; a node that equals an earlier one in target, constants and operand layouts (sharing of
 storages included) gets results of the same layout, which alias its own operands where the earlier ones aliased theirs.
 
-Not for nodes that write in place, for symbolic sizes, or for results that are no plain tensors: those are run.
+Not for nodes that write to a tensor, for symbolic sizes, or for results that are no plain tensors: those are run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from fxoffload.sink import is_in_place
 from fxoffload.storages import is_mapped, storage_of
 from fxoffload.wrappers import is_wrapper
 
@@ -48,14 +47,17 @@ class Memo:
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
 
-    def run(self, node: fx.Node, operands: Sequence[Any], run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        """The value of a node on its operands (the values of `node.all_input_nodes`) and its counts: known, or from `run`."""
+    def run(self, node: fx.Node, operands: Sequence[Any], run: Callable[[], tuple[Any, Any, bool]]) -> tuple[Any, Any]:
+        """The value of a node on its operands (the values of `node.all_input_nodes`) and its counts: known, or from `run`.
+
+        `run` also says whether the node wrote to anything.
+        """
         key = _key(node, operands)
         known = self._known.get(key) if key is not None else None
         if known is not None:
             return tree_unflatten([_make(result, operands) for result in known.results], known.spec), known.counts
-        value, counts = run()
-        if key is not None:
+        value, counts, wrote = run()
+        if key is not None and not wrote:
             leaves, spec = tree_flatten(value)
             results = _results(leaves, operands)
             if results is not None:
@@ -65,7 +67,7 @@ class Memo:
 
 def _key(node: fx.Node, operands: Sequence[Any]) -> Any:
     """Equal for nodes with equal values up to storages, or None where that is not known."""
-    if node.op not in ("call_function", "call_method") or node.target is operator.getitem or is_in_place(node) or not operands:
+    if node.op not in ("call_function", "call_method") or node.target is operator.getitem or not operands:
         return None
     storages: dict[int, int] = {}
     layouts: list[Any] = []

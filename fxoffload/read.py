@@ -1,21 +1,21 @@
 """Reading the facts of a Dynamo graph.
 
 Dynamo hands a backend real tensors and a fake mode of its own (`fakes`); `read_facts` runs the graph once in that mode, counts
-what every node takes (`counts`), and sees from the values
+what every node takes and which storages it writes (`counts`), and sees from the values
 
     weights  = the tensors of the model, and which of them the graph writes
     reads    = storages that a node reads
     alloc    = bytes of every storage that it creates
 """
 
-# Private names of torch: Dynamo's guard of the random state, the Python dispatcher, pytrees, version counters. Checked on torch
-# 2.11 and 2.13.
+# Private names of torch: Dynamo's guard of the random state, the Python dispatcher, pytrees. Checked on torch 2.11 and 2.13.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -31,9 +31,6 @@ from fxoffload.fakes import fake_inputs, fake_mode, find_hints, find_symbols, se
 from fxoffload.hostalias import is_weight, placeholder_source
 from fxoffload.names import dotted_name
 from fxoffload.storages import plain_tensors, storage_of
-from fxoffload.wrappers import PARTS
-
-_BATCH_NORM = (torch.nn.functional.batch_norm, torch.batch_norm)
 
 
 def _refuse(name: str, real: torch.Tensor, *, allow_meta: bool) -> None:
@@ -58,6 +55,34 @@ def _module_path(node: fx.Node) -> tuple[tuple[str, str, str], ...]:
     return tuple((key, dotted_name(path), getattr(cls, "__name__", str(cls))) for key, (path, cls) in stack.items())
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A graph that was run on fake tensors: those of its placeholders, and which of these are weights."""
+
+    reader: CountingInterpreter
+    placeholders: list[fx.Node]
+    fakes: list[Any]
+    weights: set[str]
+
+    def is_written(self, value: Any) -> bool:
+        return not self.reader.written.isdisjoint(map(storage_of, plain_tensors(value)))
+
+
+def find_written(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    onload: torch.device,
+    names: Mapping[int, str],
+    *,
+    allow_meta: bool = False,
+) -> frozenset[str]:
+    """Names of the nodes, placeholders among them, whose memory the graph writes to. Takes and raises what `read_facts` does."""
+    read = _run(gm, example_inputs, onload, names, allow_meta=allow_meta)
+    if not read.reader.written:
+        return frozenset()
+    return frozenset(node.name for node in gm.graph.nodes if node.op != "output" and read.is_written(node.meta["val"]))
+
+
 def read_facts(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -70,33 +95,15 @@ def read_facts(
 
     `names` gives the qualified name of a module's tensor by its `id`; what is not in it is named by its Dynamo source.
     `allow_meta`: weights may be on the meta device, for a graph that is not to run.
+    A node that `find_written` has run, of which this graph has a copy, keeps its value.
     Raises WeightError for a weight that cannot be streamed, GradientError when the graph would record gradients.
     """
-    _refuse_gradients(gm)
-    # Inference tensors have no version counters, and those of the fakes tell which weights are written.
-    with torch.inference_mode(False):
-        return _read_facts(gm, example_inputs, onload, names, allow_meta=allow_meta)
-
-
-def _read_facts(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], onload: torch.device, names: Mapping[int, str], *, allow_meta: bool
-) -> Facts:
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    for node, real in zip(placeholders, example_inputs, strict=True):
-        if is_weight(node, real):
-            _refuse(name_of(node, real, names), real, allow_meta=allow_meta)
-    fakes, weight_names = fake_inputs(gm, example_inputs, onload)
-    versions = {n.name: f._version for n, f in zip(placeholders, fakes, strict=True) if isinstance(f, torch.Tensor)}
-    reader = CountingInterpreter(gm)
-    with torch._dynamo.utils.preserve_rng_state(), torch.no_grad(), fake_mode(), enable_python_dispatcher():
-        reader.run(*fakes)
-
+    read = _run(gm, example_inputs, onload, names, allow_meta=allow_meta)
+    placeholders, fakes, weight_names = read.placeholders, read.fakes, read.weights
     storage_of_weight = {storage_of(f): n.name for n, f in zip(placeholders, fakes, strict=True) if n.name in weight_names}
-    changed = {n.name for n, f in zip(placeholders, fakes, strict=True) if n.name in versions and f._version != versions[n.name]}
-    written = changed | _written_unseen(gm)
     weights = tuple(
-        _weight(node, real, names, mutated=node.name in written)
-        for node, real in zip(placeholders, example_inputs, strict=True)
+        _weight(node, real, names, mutated=read.is_written(fake))
+        for node, real, fake in zip(placeholders, example_inputs, fakes, strict=True)
         if node.name in weight_names
     )
     inputs = tuple(
@@ -107,7 +114,7 @@ def _read_facts(
     )
     seen = set(storage_of_weight) | {storage for _, storage, _ in inputs}
     nodes = tuple(
-        _node_facts(node, reader.counts[node.name], storage_of_weight, seen)
+        _node_facts(node, read.reader.counts[node.name], storage_of_weight, seen)
         for node in gm.graph.nodes
         if node.op not in ("placeholder", "output")
     )
@@ -120,28 +127,33 @@ def _read_facts(
         output_weights=_output_weights(outputs, storage_of_weight, weights),
         symbols=find_symbols(placeholders, example_inputs, fakes),
         hints=find_hints(),
-        written_inputs=tuple(n.name for n in placeholders if n.name in changed and n.name not in weight_names),
+        written_inputs=tuple(
+            n.name for n, fake in zip(placeholders, fakes, strict=True) if n.name not in weight_names and read.is_written(fake)
+        ),
     )
     return settle(facts)
 
 
-def _written_unseen(gm: fx.GraphModule) -> set[str]:
-    """Weights that are written, and their own version counters do not show it."""
-    # In-place operators on a wrapper raise its own counter, and not those of its inner tensors.
-    parts = {part for n in gm.graph.nodes for part in n.meta.get(PARTS, ()) if n.meta["val"]._version}
-    return parts | {a.name for n in gm.graph.nodes if _mutates_statistics(n) for a in n.all_input_nodes if _is_buffer(a)}
-
-
-def _is_buffer(node: fx.Node) -> bool:
-    source = placeholder_source(node) if node.op == "placeholder" else None
-    return source is not None and "_buffers" in str(source.name)
-
-
-def _mutates_statistics(node: fx.Node) -> bool:
-    """Batch norm in training mode writes its running statistics, which no version counter of a fake tensor shows."""
-    if node.target not in _BATCH_NORM:
-        return False
-    return bool(node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False))
+def _run(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    onload: torch.device,
+    names: Mapping[int, str],
+    *,
+    allow_meta: bool,
+) -> _Read:
+    _refuse_gradients(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, real in zip(placeholders, example_inputs, strict=True):
+        if is_weight(node, real):
+            _refuse(name_of(node, real, names), real, allow_meta=allow_meta)
+    # Inference tensors have no version counters, which are asked for behind higher-order operators.
+    with torch.inference_mode(False):
+        fakes, weights = fake_inputs(gm, example_inputs, onload)
+        reader = CountingInterpreter(gm)
+        with torch._dynamo.utils.preserve_rng_state(), torch.no_grad(), fake_mode(), enable_python_dispatcher():
+            reader.run(*fakes)
+    return _Read(reader, placeholders, fakes, weights)
 
 
 def _output_weights(

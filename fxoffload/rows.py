@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.buckets import ALIGNMENT
+from fxoffload.counts import without_values
 from fxoffload.layout import overlapping
 from fxoffload.wrappers import Path, at
 
@@ -123,7 +124,7 @@ def _replace(gm: fx.GraphModule, weight: fx.Node, bounds: list[tuple[int, int]])
     with gm.graph.inserting_before(weight):
         for k, (first, end) in enumerate(bounds):
             piece = gm.graph.placeholder(f"{weight.name}_rows{k}")
-            piece.meta = {**weight.meta, "example_value": weight.meta["example_value"][first:end]}
+            piece.meta = {**without_values(weight.meta), "example_value": weight.meta["example_value"][first:end]}
             pieces.append(piece)
     for user in list(weight.users):
         with gm.graph.inserting_before(user):
@@ -171,7 +172,7 @@ def _caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
 
     def call(target: Callable[..., Any], *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
-        node.meta = {key: value for key, value in like.meta.items() if key != "example_value"}
+        node.meta = without_values(like.meta)
         return node
 
     return call

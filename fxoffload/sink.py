@@ -12,26 +12,21 @@ graph writes to are left alone, with all their views: they stay resident, and th
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch.fx as fx
 
 from fxoffload.storages import plain_tensors, storage_of
 
-_IN_PLACE = frozenset(
-    getattr(operator, name)
-    for name in dir(operator)
-    if name.startswith("i") and name not in {"index", "indexOf", "inv", "invert"}
-) | {operator.setitem, operator.delitem}
-_NAMED_BESIDE_KEYWORDS = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})
 
+def sink_views(gm: fx.GraphModule, weights: set[fx.Node], written: Set[str]) -> None:
+    """Give every reader of a view of a weight a view of its own, and the graph's outputs copies. Changes `gm`.
 
-def sink_views(gm: fx.GraphModule, weights: set[fx.Node]) -> None:
-    """Give every reader of a view of a weight a view of its own, and the graph's outputs copies. Changes `gm`."""
-    storages = traced_storages(weights)
-    storages -= {storage for node in gm.graph.nodes if is_in_place(node) for storage in traced_storages(node.all_input_nodes[:1])}
+    `written`: names of nodes whose memory the graph writes to. Whatever returns memory of other weights is a view.
+    """
+    # A weight may come as several inputs, of which one is written.
+    storages = _traced_storages(weights) - _traced_storages(n for n in gm.graph.nodes if n.name in written)
     views = {node for node in gm.graph.nodes if _is_view(node, storages)}
     readers = _last_readers(gm, views, storages)
     output = gm.graph.output_node()
@@ -49,20 +44,10 @@ def sink_views(gm: fx.GraphModule, weights: set[fx.Node]) -> None:
             gm.graph.erase_node(node)
 
 
-def is_in_place(node: fx.Node) -> bool:
-    """Whether a node writes to one of its operands, as far as its name tells."""
+def _is_view(node: fx.Node, storages: set[int]) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
-    if node.target in _NAMED_BESIDE_KEYWORDS:
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
-
-
-def _is_view(node: fx.Node, storages: set[int]) -> bool:
-    if node.op not in ("call_function", "call_method") or is_in_place(node):
-        return False
-    found = traced_storages([node])
+    found = _traced_storages([node])
     return bool(found) and found <= storages
 
 
@@ -71,12 +56,12 @@ def _last_readers(gm: fx.GraphModule, views: set[fx.Node], storages: set[int]) -
     last: dict[int, fx.Node] = {}
     for node in gm.graph.nodes:
         if node not in views and node.op != "output":
-            last.update((storage, node) for storage in traced_storages(node.all_input_nodes) & storages)
+            last.update((storage, node) for storage in _traced_storages(node.all_input_nodes) & storages)
     return last
 
 
 def _returned_copy(graph: fx.Graph, view: fx.Node, readers: dict[int, fx.Node], views: set[fx.Node]) -> fx.Node:
-    place = readers.get(next(iter(traced_storages([view]))), view)
+    place = readers.get(next(iter(_traced_storages([view]))), view)
     with graph.inserting_after(place):
         copy = graph.call_method("clone", (view,))
     copy.meta = {key: value for key, value in place.meta.items() if key == "nn_module_stack"}
@@ -96,6 +81,6 @@ def _copy_before(graph: fx.Graph, view: fx.Node, user: fx.Node, views: set[fx.No
     return copy
 
 
-def traced_storages(nodes: Iterable[fx.Node]) -> set[int]:
+def _traced_storages(nodes: Iterable[fx.Node]) -> set[int]:
     """The storages of what these nodes gave while Dynamo traced them."""
     return {storage_of(t) for node in nodes for t in plain_tensors(node.meta.get("example_value"))}

@@ -9,7 +9,7 @@ segment is compiled the wrapper is taken apart again while it is traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from fxoffload.hostalias import part_meta
 from fxoffload.rows import Source
-from fxoffload.wrappers import PARTS, flatten, inner_name, inner_tensors, is_wrapper, on_device, refuse_mesh
+from fxoffload.wrappers import flatten, inner_name, inner_tensors, is_wrapper, on_device, refuse_mesh
 
 
 @dataclass(eq=False)
@@ -138,10 +138,5 @@ def _rebuilt(graph: fx.Graph, wrapper: _Wrapper, user: fx.Node) -> fx.Node:
     inner = tuple(part if isinstance(part, fx.Node) else _rebuilt(graph, part, user) for part in wrapper.inner)
     node = graph.call_function(wrapper.target, inner)
     stack = {key: value for key, value in user.meta.items() if key == "nn_module_stack"}
-    node.meta = {**stack, "example_value": wrapper.traced, PARTS: tuple(p.name for p in _placeholders(wrapper))}
+    node.meta = {**stack, "example_value": wrapper.traced}
     return node
-
-
-def _placeholders(wrapper: _Wrapper) -> Iterator[fx.Node]:
-    for part in wrapper.inner:
-        yield from (part,) if isinstance(part, fx.Node) else _placeholders(part)

@@ -33,8 +33,6 @@ from fxoffload.errors import WeightError
 Owner = TypeVar("Owner", bound=Hashable)
 Path = tuple[str, ...]
 
-PARTS = "fxoffload_parts"
-"""Metadata of a node that makes a weight from placeholders: their names."""
 _STATE = "quant_state"
 """What layers of packed weights call the object that is needed to read them."""
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)

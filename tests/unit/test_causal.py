@@ -18,8 +18,10 @@ from fxoffload import causal
 from fxoffload.causal import attention_arguments, drop_masks
 from fxoffload.machine import Machine
 from fxoffload.passes.base import copy_graph
+from fxoffload.read import find_written
 from tests.models import CASES
-from tests.tracing import trace
+from tests.tracing import CPU, trace
+from tests.writing import bump
 
 Q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
 LONGER = torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(1))
@@ -30,7 +32,7 @@ def dropped(model: Callable[..., Any], *args: Any, dynamic: bool = False, **kwar
 
     def look(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
         mine = fx.GraphModule(gm, copy_graph(gm.graph))
-        drop_masks(mine)
+        drop_masks(mine, find_written(mine, inputs, CPU, {}))
         mine.graph.lint()
         mine.recompile()
         torch.manual_seed(0)
@@ -182,7 +184,7 @@ def test_a_mask_of_other_devices_is_evaluated_on_the_cpu(caplog: pytest.LogCaptu
         mask = graph.call_method("to", (graph.call_method("tril", (ones,)), *moved))
         graph.output(graph.call_function(F.scaled_dot_product_attention, (q, q, q), {"attn_mask": mask}))
         gm = fx.GraphModule(torch.nn.Module(), graph)
-        drop_masks(gm)
+        drop_masks(gm, frozenset())
         return gm
 
     assert said(graph("cuda")) == said(graph(torch.device("cuda:7"), torch.bool)) == [(False, True)]
@@ -230,6 +232,18 @@ def _written_through_a_view() -> torch.Tensor:
     return mask
 
 
+def _written_by_a_foreign_operator() -> torch.Tensor:
+    mask = torch.zeros(6, 6)
+    bump(mask, torch.ones(1))
+    return mask
+
+
+def _written_in_a_list() -> torch.Tensor:
+    mask = torch.zeros(6, 6)
+    torch._foreach_sub_([torch.zeros(1), mask], 1.0)
+    return mask
+
+
 @torch.compiler.allow_in_graph
 def _foreign() -> torch.Tensor:
     return lower()
@@ -242,6 +256,8 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "in place": (lambda: torch.zeros(6, 6).add_(1) > 0, ""),
     "written": (_written, ""),
     "written through a view": (_written_through_a_view, ""),
+    "written by a foreign operator": (_written_by_a_foreign_operator, ""),
+    "written in a list": (_written_in_a_list, ""),
     "foreign code": (_foreign, ""),
     "mapped": (lambda: torch.vmap(lambda i: torch.arange(6) <= i)(torch.arange(6)), ""),
 }

@@ -112,22 +112,25 @@ def test_batch_norm_writes_its_statistics_in_training_only(training: bool) -> No
 
 
 class Writing(nn.Module):
-    """Writes buffers: in place, through a view, and by an op with `out`."""
+    """Writes buffers: in place, through a view, through `data`, by an op with `out`, and in a branch."""
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("count", "last", "part", "read"):
+        for name in ("count", "last", "part", "data_", "out", "chosen", "read"):
             self.register_buffer(name, torch.zeros(3, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
         self.last.copy_(x)
         self.part[1].mul_(2)
+        self.data_.data.mul_(2)
+        torch.add(x, 1, out=self.out)
+        torch.cond(x.sum() > 0, lambda t: t.add_(1).sum(), lambda t: t.sum(), (self.chosen,))
         return x + self.count + self.read
 
 
 def test_a_weight_that_is_written_is_mutated() -> None:
-    assert [w.name for w in read(Writing(), X).facts.weights if w.mutated] == ["count", "last", "part"]
+    assert [w.name for w in read(Writing(), X).facts.weights if w.mutated] == ["count", "last", "part", "data_", "out", "chosen"]
 
 
 class Views(nn.Module):

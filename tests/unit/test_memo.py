@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 
 from fxoffload import memo
 from fxoffload.facts import Facts
+from fxoffload.passes.base import copy_graph
+from fxoffload.read import find_written, read_facts
 from tests.models import CASES
-from tests.tracing import read
+from tests.tracing import CPU, read, trace
+from tests.writing import bump
 
 
 def canonical(facts: Facts) -> Any:
@@ -80,6 +84,41 @@ def test_writes_are_run_each_time() -> None:
     with torch.no_grad():
         facts = read(Counting(), torch.ones(3)).facts
     assert [w.mutated for w in facts.weights] == [True, True]
+
+
+def test_writes_of_equal_operators_are_seen_each_time() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = bump(a, x) + bump(b, x)
+        torch._foreach_add_([b[0]], [x[0]])
+        torch._foreach_add_([c[0]], [x[0]])
+        return y
+
+    with torch.no_grad():
+        facts = read(function, *(torch.ones(2, 4) for _ in range(4))).facts
+    assert facts.written_inputs == tuple(name for name, _, _ in facts.inputs if name != "l_x_")
+    assert len(facts.written_inputs) == 3
+
+
+def test_a_copy_of_a_graph_that_has_run_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    original = memo.Memo.run
+
+    def look(gm: fx.GraphModule, inputs: Any) -> Any:
+        written = find_written(gm, inputs, CPU, {})
+        copy = fx.GraphModule(gm, copy_graph(gm.graph))
+        monkeypatch.setattr(memo.Memo, "run", lambda self, node, *rest: ran.append(node.op) or original(self, node, *rest))
+        return written, read_facts(copy, inputs, CPU, {})
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return bump(a, b) + b
+
+    with torch.no_grad():
+        written, facts = trace(function, torch.ones(4), torch.ones(4), look=look)
+    assert ran == ["placeholder", "placeholder", "output"]
+    assert facts.written_inputs == ("l_a_",)
+    assert written >= {"l_a_"}
+    assert "l_b_" not in written
 
 
 def test_chunks_of_equal_tensors_alias_their_own() -> None:
