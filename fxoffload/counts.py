@@ -37,6 +37,8 @@ from fxoffload.wrappers import is_wrapper
 
 _RAN = "fxoffload_ran"
 """Metadata of a node that has run: what it gave, and for what."""
+_UNMARKED = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+"""Their schemas do not say that they write running statistics where they train."""
 _SDPA = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
 
 Counts = tuple[sympy.Expr, sympy.Expr, sympy.Expr, "torch.dtype | None"]
@@ -96,11 +98,14 @@ class _Counter(TorchDispatchMode):
 
 def _targets(func: OpOverload, args: Any, kwargs: Any) -> Iterator[Any]:
     """The arguments that an operator writes to: tensors, and lists of them."""
-    if not func._schema.is_mutable:
+    schema = func._schema
+    unmarked = schema.name in _UNMARKED
+    if not schema.is_mutable and not unmarked:
         return
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[place] if place < len(args) else kwargs.get(argument.name)
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    if unmarked and given.get("training"):
+        yield from (given.get("running_mean"), given.get("running_var"))
+    yield from (given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 @dataclass(frozen=True, slots=True)

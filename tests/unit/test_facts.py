@@ -129,6 +129,19 @@ class Writing(nn.Module):
         return x + self.count + self.read
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_kernels_of_batch_norm_do_not_say_that_they_write(training: bool) -> None:
+    class Kernel(Norms):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            norm = self.norm
+            statistics = (norm.running_mean, norm.running_var)
+            return torch.ops.aten.native_batch_norm(self.conv(x), norm.weight, norm.bias, *statistics, training, 0.1, 1e-5)[0]
+
+    traced = read(seeded(Kernel), IMAGE)
+    mutated = {w.name for w in traced.facts.weights if w.mutated}
+    assert mutated == ({"norm.running_mean", "norm.running_var"} if training else set())
+
+
 def test_a_weight_that_is_written_is_mutated() -> None:
     assert [w.name for w in read(Writing(), X).facts.weights if w.mutated] == ["count", "last", "part", "data_", "out", "chosen"]
 
