@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -105,7 +105,7 @@ class Engine:
         forks.tell(self)
         if unified:
             warn_of_unified_memory(device)
-        self._finalizer = weakref.finalize(self, _close, self.store, self.transfer)
+        self._finalizer = weakref.finalize(self, _close_untraced, self.store, self.transfer)
         self._finalizer.atexit = False
 
     def shared_budget(self, config: OffloadConfig) -> Budget | None:
@@ -309,6 +309,10 @@ class Engine:
 def _close(store: HostStore, transfer: Transfer) -> None:
     transfer.close()
     store.close()
+
+
+# The garbage collector may find an engine in a frame that Dynamo watches, and Dynamo would trace what closes it.
+_close_untraced = cast("Callable[..., None]", torch.compiler.disable(_close))
 
 
 def find_engine(tensors: Sequence[torch.Tensor]) -> Engine | None:

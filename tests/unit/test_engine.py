@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._dynamo import eval_frame
 
 import fxoffload
 from fxoffload import ConfigError, OffloadError, api
@@ -38,6 +40,25 @@ def test_all_goes_with_the_model() -> None:
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
     assert _copy_threads() <= threads
+
+
+@torch.no_grad()
+def test_all_goes_where_the_garbage_collector_runs_in_a_frame_that_dynamo_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    model = toy(4)
+    compiled = offload(model)
+    compiled(rows(0))
+    store, model.itself = api.engine_of(model).store, model
+    del model, compiled
+    watching = torch._dynamo.optimize("eager", nopython=True)
+    before = eval_frame.set_eval_frame(watching.callback)
+    try:
+        gc.collect()
+    finally:
+        eval_frame.set_eval_frame(before)
+    assert not failed
+    assert not store.buckets
 
 
 @torch.no_grad()
