@@ -128,5 +128,10 @@ def test_two_ranks(how: str, tmp_path: Path) -> None:
         )
         for k in range(2)
     ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0], "".join(said)
