@@ -144,22 +144,18 @@ class CountingInterpreter(fx.Interpreter):
         return ran.value
 
     def _run(self, n: fx.Node, operands: tuple[Any, ...]) -> _Ran:
-        written: frozenset[int] = frozenset()
-
-        def run() -> tuple[Any, Counts, bool]:
-            nonlocal written
+        def run() -> tuple[Any, Counts, frozenset[int]]:
             with _Counter() as counter:
                 value = super(CountingInterpreter, self).run_node(n)
-            if counter.written:
-                # What is made and dropped on the way has a storage whose number another one may get.
-                written = frozenset(counter.written.intersection(map(storage_of, plain_tensors(operands))))
+            # What is made and dropped on the way has a storage whose number another one may get.
+            given = map(storage_of, plain_tensors(operands)) if counter.written else ()
+            written = frozenset(counter.written.intersection(given))
             flops = counter.flops / 2 if _is_causal(n) else counter.flops
             unwraps = n.op != "output" and any(map(is_wrapper, operands))
             scratch = counter.scratch(value) if unwraps else sympy.Integer(0)
-            return value, (flops, counter.touched, scratch, counter.dtype), bool(written)
+            return value, (flops, counter.touched, scratch, counter.dtype), written
 
-        value, counts = self._memo.run(n, operands, run)
-        return _Ran(operands, value, counts, written)
+        return _Ran(operands, *self._memo.run(n, operands, run))
 
 
 def without_values(meta: dict[str, Any]) -> dict[str, Any]:

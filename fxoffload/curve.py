@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from fxoffload.buckets import ALIGNMENT, align
 from fxoffload.cost import Costs
+from fxoffload.errors import ConfigError
 from fxoffload.plan import Plan
 from fxoffload.planner import Knobs, make_plan, smallest_budget
 from fxoffload.show import table
@@ -191,7 +192,12 @@ def _first(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int:
 
 @functools.lru_cache(maxsize=8)
 def find_curve(study: Study, points: int = POINTS) -> Curve:
-    """Plans at about `points` budgets, evenly spaced from the smallest that works to the one that holds everything."""
+    """Plans at about `points` budgets, evenly spaced from the smallest that works to the one that holds everything.
+
+    Raises ConfigError for fewer than two.
+    """
+    if points < 2:
+        raise ConfigError(f"curve: points: {points} make no curve; give 2 or more")
     smallest, everything = study.smallest_nbytes(overlap=False), study.everything_nbytes
     everything = max(everything, smallest)
     budgets = {smallest + (everything - smallest) * i // (points - 1) for i in range(points)}

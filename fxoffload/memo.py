@@ -41,28 +41,30 @@ class _Known:
     counts: Any
 
 
+_Found = tuple[Any, Any, frozenset[int]]
+
+
 class Memo:
     """Layouts of the values of nodes that were run, with what was counted for them."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
 
-    def run(self, node: fx.Node, operands: Sequence[Any], run: Callable[[], tuple[Any, Any, bool]]) -> tuple[Any, Any]:
-        """The value of a node on its operands (the values of `node.all_input_nodes`) and its counts: known, or from `run`.
-
-        `run` also says whether the node wrote to anything.
+    def run(self, node: fx.Node, operands: Sequence[Any], run: Callable[[], _Found]) -> _Found:
+        """The value of a node on its operands (the values of `node.all_input_nodes`), its counts, and the storages of operands
+        that it wrote to: known, or from `run`. Whatever wrote to any is run.
         """
         key = _key(node, operands)
         known = self._known.get(key) if key is not None else None
         if known is not None:
-            return tree_unflatten([_make(result, operands) for result in known.results], known.spec), known.counts
-        value, counts, wrote = run()
-        if key is not None and not wrote:
+            return tree_unflatten([_make(result, operands) for result in known.results], known.spec), known.counts, frozenset()
+        value, counts, written = run()
+        if key is not None and not written:
             leaves, spec = tree_flatten(value)
             results = _results(leaves, operands)
             if results is not None:
                 self._known[key] = _Known(results, spec, counts)
-        return value, counts
+        return value, counts, written
 
 
 def _key(node: fx.Node, operands: Sequence[Any]) -> Any:

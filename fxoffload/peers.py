@@ -18,7 +18,7 @@ _MORE_TRIES = 3
 """With another look-ahead. A try takes ten seconds for a model of real size, and there is one budget after another."""
 _LOOK_AHEAD, _LEAST_LOOK_AHEAD = 2, 1
 """Targets that Cache-DiT may have ahead of use where its flags are fitted, and where nothing fits with so many."""
-PUBLISHED_LOOK_AHEAD = 4
+_PUBLISHED_LOOK_AHEAD = 4
 """As in the row of its page with the most residents, which caps no bytes."""
 
 
@@ -70,7 +70,7 @@ class CacheDitFitted(CacheDit):
         count = next_count(budget_nbytes, self.target_nbytes, counts)
         if count is None:
             found = max((count for count, reserved in counts if reserved <= budget_nbytes), default=None)
-            look_ahead = _LEAST_LOOK_AHEAD if found is None else PUBLISHED_LOOK_AHEAD
+            look_ahead = _LEAST_LOOK_AHEAD if found is None else _PUBLISHED_LOOK_AHEAD
             counts = _counts(tried, look_ahead)
             count = next_count(budget_nbytes, self.target_nbytes, counts, first=found or 0, most=_MORE_TRIES)
         return None if count is None else {**setting, FLAGS: self._flags(look_ahead, count)}
@@ -80,7 +80,7 @@ class CacheDitFitted(CacheDit):
             "async_transfer": True, "transfer_buckets": look_ahead, "prefetch_limit": True, "persistent_buckets": count,
             "persistent_bins": max(count, 1),
         }  # fmt: skip
-        if look_ahead != PUBLISHED_LOOK_AHEAD:
+        if look_ahead != _PUBLISHED_LOOK_AHEAD:
             flags["max_inflight_prefetch_bytes"] = look_ahead * max(self.target_nbytes)
         return flags
 

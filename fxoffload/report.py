@@ -110,8 +110,6 @@ class Explanation:
 
     def curve(self, points: int = POINTS) -> Curve:
         """Steps and bounds over about so many budgets, two at least. Raises ConfigError for fewer."""
-        if points < 2:
-            raise ConfigError(f"curve: points: {points} make no curve; give 2 or more")
         return find_curve(self._study, points)
 
     @property
