@@ -115,8 +115,10 @@ class HostStore:
         return bucket.weights[0]
 
     def by_name(self, excluded: Collection[int] = ()) -> dict[str, HostTensor]:
-        """Every packed tensor by its qualified name, but for those whose `id` is excluded."""
-        return {packed.name: packed for key, packed in self._tensors.items() if key not in excluded}
+        """Every packed tensor by its qualified name, but for those that live and whose `id` is excluded."""
+        # By the buckets, since another tensor may have the `id` of one that is gone.
+        wholes = (weight.whole for bucket in self.buckets.values() for weight in bucket.weights)
+        return {whole.name: whole for whole in wholes if (t := whole.tensor()) is None or id(t) not in excluded}
 
     def find_places(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Place | None]:
         """For groups of tensors that are to be packed next, places where they lie already, to give to `pack`; else None."""

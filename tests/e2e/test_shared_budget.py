@@ -273,7 +273,7 @@ def test_a_thread_that_runs_the_inner_model_waits_for_the_outer_one(compiled: bo
 
     outer.model.blocks[2].register_forward_hook(calls_inner)
     threads = [threading.Thread(target=call, args=(outer,), daemon=True), threading.Thread(target=alone, daemon=True)]
-    for thread in threads:
+    for thread in reversed(threads):
         thread.start()
     for thread in threads:
         thread.join(60)
