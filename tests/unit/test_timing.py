@@ -20,5 +20,5 @@ def test_turns_exclude_each_other(tmp_path: Path):
     with turn(lock), turn(tmp_path / "another"), turn(None):
         thread.start()
         assert not inside.wait(0.2)
-    thread.join(10)
+    thread.join(60)
     assert inside.is_set()
