@@ -7,7 +7,7 @@ scratch  = bytes of the largest tensor that is made and dropped on the way, as a
 rate     = the dtype of the first operand of the last of those calls that have a formula: a wrapper's product may run in another
            one than the tensors that the node reads
 written  = storages that those calls write to, by the schemas of the operators: names do not tell, and `weight.data` has a version
-           counter of its own
+           counter of its own; of Triton kernels, by torch's analysis of their code, which takes all arguments where it fails
 """
 
 # Private names of torch: dispatch modes, operators, their schemas, pytrees, version counters. Checked on torch 2.11 and 2.13.
@@ -23,6 +23,7 @@ from typing import Any
 import sympy
 import torch
 import torch.fx as fx
+from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, triton_kernel_wrapper_mutation
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -82,6 +83,13 @@ class _Counter(TorchDispatchMode):
         return out
 
     def _run_higher_order(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        if func is triton_kernel_wrapper_mutation:
+            given = kwargs["kwargs"]
+            names = get_mutated_tensors(
+                kwargs["kernel_idx"], kwargs["constant_args_idx"], given, kwargs["tma_descriptor_metadata"]
+            )
+            self.written.update(map(storage_of, plain_tensors([given[name] for name in names])))
+            return func(*args, **kwargs)
         # Its body is out of sight here, but raises the version counters of what it writes to.
         given = plain_tensors((args, kwargs))
         versions = [t._version for t in given]

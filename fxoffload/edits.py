@@ -61,6 +61,13 @@ def elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((span,), (1,), tensor.storage_offset())
 
 
+def same_bytes(host: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one layout, the second one on any device, have the same bytes. NaNs are equal to themselves."""
+    with torch.inference_mode(False):
+        a, b = (elements(t.detach()).view(torch.uint8) for t in (host, other.to(host.device)))
+        return torch.equal(a, b)
+
+
 class _Probe:
     """Words of the address space, wherever they lie, read at once. The views that they lie in have to outlive this."""
 

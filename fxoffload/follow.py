@@ -346,5 +346,5 @@ class Follower(Planned):
 
     def _write_back(self, views: Views, versions: Sequence[Version]) -> None:
         """Bring tensors that were written to the host; they are resident from the next forward on."""
-        for packed in self._managed.write_back(views, versions):
+        for packed in self._managed.write_back(views, versions, looks=self._looks):
             self._keep(packed)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fxoffload.arena import Arena
-from fxoffload.edits import EditWatch, elements, version_of
+from fxoffload.edits import EditWatch, elements, same_bytes, version_of
 from fxoffload.engine import Engine
 from fxoffload.errors import WeightError
 from fxoffload.foreign import cast_weights
@@ -93,8 +93,11 @@ class Managed:
             for name, tensor in tensors
         ]
 
+    def _is_buffer(self, packed: HostTensor) -> bool:
+        return id(packed) not in self._parts and not isinstance(tensor_of(packed), torch.nn.Parameter)
+
     def _is_small_buffer(self, packed: HostTensor) -> bool:
-        return id(packed) not in self._parts and is_small_buffer(tensor_of(packed))
+        return self._is_buffer(packed) and is_small_buffer(tensor_of(packed))
 
     def _statistics_of(self, module: torch.nn.Module) -> list[HostTensor]:
         """Buffers that batch norm writes in training mode, which no version counter shows."""
@@ -224,12 +227,15 @@ class Managed:
         now, around = self._now, self._around
         return [(version_of(tensor_of(p)), *(version_of(now[i]) for i in around.get(id(p), ()))) for p, _ in views]
 
-    def write_back(self, views: Views, versions: Sequence[Version]) -> list[HostTensor]:
+    def write_back(self, views: Views, versions: Sequence[Version], *, looks: bool) -> list[HostTensor]:
         """Bring tensors to the host whose counters moved, or that lie elsewhere now. Returns these.
 
-        Raises WeightError for one that has another layout there.
+        `looks`: find buffers that torch does not know are written, as by a Triton kernel, by their bytes; they are taken as
+        written from now on. Raises WeightError for a tensor that has another layout where it lies now.
         """
         written: list[HostTensor] = []
+        if looks:
+            self._unseen.update(id(p) for p, view in views if self._is_buffer(p) and not same_bytes(p.view, view))
         unseen = self._unseen | {id(p) for module, p in self._statistics if (m := module()) is not None and m.training}
         for (packed, view), then, now in zip(views, versions, self.versions(views), strict=True):
             moved = tensor_of(packed).data_ptr() != view.data_ptr() and id(packed) not in self._cast

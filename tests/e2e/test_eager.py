@@ -272,6 +272,34 @@ def test_buffers_that_change() -> None:
     assert_state(model, snapshot(plain))
 
 
+class Unseen(nn.Module):
+    """Reads a buffer, of 1.2 MiB where it is `large`, and may write it behind torch's back, as a Triton kernel does."""
+
+    def __init__(self, *, large: bool, writes: bool) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.ones(20_000 if large else 3, 16))
+        self.proj = nn.Linear(16, 16)
+        self.writes = writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state: Any = self.state
+        if self.writes:
+            values = state.numpy()
+            values[:3] = 0.5 * values[:3] + x.numpy()
+        return self.proj(x + state[:3])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_buffers_that_torch_does_not_see_written(inference: bool) -> None:
+    kinds = [(True, True), (False, False), (True, False), (False, True), (True, True), (True, False)]
+    with torch.inference_mode(inference):
+        make = lambda: nn.Sequential(*(Unseen(large=large, writes=writes) for large, writes in kinds))  # noqa: E731
+        with twins(make, memory_budget="4MiB") as (model, plain):
+            for value in inputs(4):
+                check(model, plain, [value])
+                assert_state(model, snapshot(plain))
+
+
 class Writing(Toy):
     """A block's weight is written by the forward itself."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxoffload.edits import EditWatch, probed_words, version_of
+from fxoffload.edits import EditWatch, probed_words, same_bytes, version_of
 from tests.wrapped import Scaled
 
 DTYPES = [
@@ -297,3 +297,12 @@ def test_a_probe_reads_memory_of_its_own_only() -> None:
     assert watched.written() == []
     dense_edit(watched.tensors[2])
     assert watched.written() == [2]
+
+
+@pytest.mark.parametrize("values", [torch.tensor([[torch.nan, -0.0, 1.0]]), torch.rand(4, 3).t().bfloat16(), torch.rand(5, 0)])
+def test_bytes_are_compared_not_values(values: torch.Tensor) -> None:
+    other = values.clone()
+    assert same_bytes(values, other)
+    if other.numel():
+        other[0, 1] = 0.0
+        assert not same_bytes(values, other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import expecttest
@@ -10,13 +10,16 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch._higher_order_ops import triton_kernel_wrap
 
 import fxoffload
+from fxoffload import counts
 from fxoffload.errors import GradientError, WeightError
 from fxoffload.facts import Facts
 from fxoffload.machine import Machine
-from fxoffload.read import read_facts, span_nbytes
+from fxoffload.owner import tensor_names
+from fxoffload.read import name_of, read_facts, span_nbytes
 from tests.models import seeded, toy
 from tests.tracing import CPU, read, trace
 from tests.wrapped import Scaled
@@ -144,6 +147,32 @@ def test_kernels_of_batch_norm_do_not_say_that_they_write(training: bool) -> Non
 
 def test_a_weight_that_is_written_is_mutated() -> None:
     assert [w.name for w in read(Writing(), X).facts.weights if w.mutated] == ["count", "last", "part", "data_", "out", "chosen"]
+
+
+@pytest.mark.parametrize("analysed", [True, False])
+def test_what_triton_kernels_write(analysed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that they are given, where torch cannot analyse their code."""
+    if analysed:
+        monkeypatch.setattr(counts, "get_mutated_tensors", lambda *_: ["out"])
+
+    def look(gm: fx.GraphModule, given: Sequence[Any]) -> Facts:
+        table = triton_kernel_wrap.kernel_side_table
+        kernel, constants = table.add_kernel(object()), table.add_constant_args({"BLOCK": 4})  # type: ignore[arg-type]
+        at = {name_of(node, real, names): node for node, real in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True)}
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            tensors = {"out": at["table"], "x": at["offset"], "n": 16}
+            launch = {"kernel_idx": kernel, "constant_args_idx": constants, "grid": [(1, 1, 1)], "tma_descriptor_metadata": {}}
+            node = gm.graph.call_function(triton_kernel_wrap.triton_kernel_wrapper_mutation, (), {**launch, "kwargs": tensors})
+        facts = read_facts(gm, given, CPU, names)
+        # The graph runs next.
+        gm.graph.erase_node(node)
+        return facts
+
+    model = seeded(Many)
+    names = tensor_names(model)
+    with torch.no_grad():
+        facts = trace(model, X, look=look)
+    assert {w.name for w in facts.weights if w.mutated} == ({"table"} if analysed else {"table", "offset"})
 
 
 class Views(nn.Module):
