@@ -43,7 +43,7 @@ class Dispatch:
         engine, tensors, names = place(self.program, args)
         with engine.lock:
             binding = Binding(self.program, engine, args, tensors, names)
-            engine.planned = [b for b in engine.planned if not b.is_stale()]
+            engine.drop_stale()
             engine.planned.append(binding)
             self._bindings[binding.ids] = binding
             if find_engine(list(tensors.values())) is not engine:

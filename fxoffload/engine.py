@@ -159,8 +159,11 @@ class Engine:
 
         Slots and captured forwards of such a plan would keep the host memory, and what is packed next would come on top.
         """
-        if not self.store.unpack(tensors, coarse=coarse):
-            return
+        if self.store.unpack(tensors, coarse=coarse):
+            self.drop_stale()
+
+    def drop_stale(self) -> None:
+        """Forget what was planned on tensors that are gone, or packed anew, with what it holds on the device."""
         stale = [p for p in {*self.planned, self.current} if p is not None and p.is_stale()]
         self.planned = [p for p in self.planned if p not in stale]
         for planned in stale:

@@ -80,7 +80,8 @@ class Ways:
         found.activation_nbytes = self._activations.get(entry, 0)
         found.decide_early()
         self._followers[entry] = found
-        engine.planned = [*(p for p in engine.planned if not p.is_stale()), found]
+        engine.drop_stale()
+        engine.planned.append(found)
         return found
 
     def fit(self, budget: OffloadConfig, *, runs: bool) -> Callable[[], None]:
