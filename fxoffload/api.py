@@ -147,7 +147,8 @@ def changing_budget(model: Any, memory_budget: int | float | str | Budget) -> Ge
 
 def smallest_budget(model: Any, *, overlap: bool = True) -> int:
     """The least budget, in bytes, with which no graph of a model is slow: copies run beside compute, and by the plan the step is
-    within 5% of its bound or of the time of its copies.
+    within 5% of its bound or of the time of its copies. Where two of the largest pieces more than any two neighbours do not bring
+    that, it is room for any two neighbours.
 
     Without `overlap`: the least that the model runs in at all, with copies that wait for compute here and there. Without a
     compiler both are for the blocks as they are cut now: `set_memory_budget` cuts them further where a smaller budget wants that.

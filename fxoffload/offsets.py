@@ -100,12 +100,17 @@ def lay_out(
 
 
 def streams(problem: Problem, residents: frozenset[int], staging_nbytes: int) -> Iterator[Stream]:
-    """Two uses of one bucket are served by one load where that is within half of the look-ahead; or by one each."""
+    """Two uses of one bucket are served by one load where little is copied between them, by several measures; or by one each."""
     if staging_nbytes < 0:
         return
-    if not problem.shared <= residents:
-        yield make_stream(problem, residents, staging_nbytes // 2)
-    yield make_stream(problem, residents, -1)
+    seen: list[list[tuple[int, ...]]] = []
+    for merge_nbytes in (
+        (-1,) if problem.shared <= residents else (staging_nbytes // 2, staging_nbytes // 4, staging_nbytes // 8, 0, -1)
+    ):
+        stream = make_stream(problem, residents, merge_nbytes)
+        if stream.uses not in seen:
+            seen.append(stream.uses)
+            yield stream
 
 
 def pooled_score_ms(problem: Problem, residents: frozenset[int], staging_nbytes: int, limit_ms: float = inf) -> float:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from fxoffload.buckets import ALIGNMENT, align
 from fxoffload.cost import Costs
 from fxoffload.errors import BudgetError
-from fxoffload.offsets import Layout, pooled_score_ms
+from fxoffload.offsets import Layout, better, pooled_score_ms
 from fxoffload.plan import Load, Plan, Resident
 from fxoffload.residency import choose, choose_fixed, choose_unoverlapped
 from fxoffload.sizes import format_size, show_size
@@ -239,10 +239,9 @@ def _choose(problem: Problem, knobs: Knobs, weight_nbytes: int) -> Layout | None
         return choose_fixed(problem, weight_nbytes, everything)
     if knobs.persistent_bins is not None:
         return _choose_count(problem, knobs.persistent_bins, weight_nbytes)
-    if not knobs.async_transfer:
-        return choose_unoverlapped(problem, weight_nbytes, problem.kept)
     effort = min(_EFFORT // max(len(problem.nbytes), 1), _MOST_TRIALS)
-    return choose(problem, weight_nbytes, problem.kept, effort)
+    best = choose(problem, weight_nbytes, problem.kept, effort)
+    return best if knobs.async_transfer else better(best, choose_unoverlapped(problem, weight_nbytes, problem.kept))
 
 
 def _choose_count(problem: Problem, bins: int, weight_nbytes: int) -> Layout | None:

@@ -129,7 +129,7 @@ def _split_uses(
     for b in several:
         group: list[int] = []
         for use in problem.uses[b]:
-            if group and before[use + 1] - before[group[-1]] - 2 * problem.nbytes[b] > merge_nbytes:
+            if group and before[use] - before[group[-1] + 1] > merge_nbytes:
                 parts.append((group[0], b, tuple(group)))
                 group = []
             group.append(use)

@@ -279,6 +279,24 @@ def test_tied_bucket_is_loaded_once_where_its_uses_are_close():
     assert [load.uses for load in plan.loads if load.bucket == "tied"] == [(2, 3)]
 
 
+def test_tied_bucket_is_loaded_once_for_neighbours_that_leave_no_room_for_more():
+    """What else the two segments read is not copied between them."""
+    segments = tuple(SegmentCost(f"s{i}", 1.0, 0) for i in range(4))
+    buckets = [BucketCost(f"b{i}", 8 * UNIT, 8.0, (i,)) for i in range(4)]
+    costs = Costs(segments, (*buckets, BucketCost("tied", UNIT, 1.0, (1, 2))), float(UNIT))
+    plan = make_plan(costs, 17 * UNIT, Knobs(persistent_buckets=0))
+    assert [load.uses for load in plan.loads if load.bucket == "tied"] == [(1, 2)]
+    assert plan.streamed_nbytes == 33 * UNIT
+
+
+def test_without_overlap_a_part_of_what_a_segment_reads_stays():
+    """Of two buckets of each segment one, with room for one other: no staging area that serves both, or keeps both."""
+    segments = tuple(SegmentCost(f"s{i}", 1.0, 0) for i in range(2))
+    costs = Costs(segments, tuple(BucketCost(f"b{i}", 4 * UNIT, 4.0, (i // 2,)) for i in range(4)), float(UNIT))
+    plan = make_plan(costs, 12 * UNIT, Knobs(async_transfer=False))
+    assert (plan.streamed_nbytes, plan.step_ms) == (8 * UNIT, 10.0)
+
+
 def test_tied_bucket_is_loaded_twice_where_its_uses_are_far_apart():
     segments = tuple(SegmentCost(f"s{i}", 1.0, 0) for i in range(10))
     tied = BucketCost("tied", 4 * UNIT, 4.0, (0, 9))
