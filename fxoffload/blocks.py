@@ -64,16 +64,23 @@ class Blocks:
         )
 
 
-def find_blocks(facts: Facts, *, max_segment_nbytes: int, declared: Collection[str] = (), long: Collection[str] = ()) -> Blocks:
+def find_blocks(
+    facts: Facts,
+    *,
+    max_segment_nbytes: int,
+    declared: Collection[str] = (),
+    long: Collection[str] = (),
+    reserved: Collection[str] = (),
+) -> Blocks:
     """Cut a graph into segments whose weights are at most `max_segment_nbytes` (one larger weight: a segment alone).
 
     `declared`: dotted paths of the blocks (`units.declared_paths`); without it, or where none of them ran, they are discovered.
-    `long`: names of nodes that read no weights, and during which none should be held.
+    `long`: names of nodes that read no weights, and during which none should be held. `reserved`: identifiers that none has.
     """
     weight_nbytes = {w.placeholder: w.nbytes for w in facts.weights}
     groups = _groups(facts, declared)
     segments: list[Segment] = []
-    taken: set[str] = set()
+    taken = set(reserved)
     owned: set[str] = set()
     names_of = {w.placeholder: w.name for w in facts.weights}
     for block, nodes in groups:

@@ -27,6 +27,7 @@ from fxoffload.price import SegmentPrice, price, refuse_unknown_sizes
 from fxoffload.read import read_facts
 from fxoffload.rows import Source, split_rows
 from fxoffload.sink import sink_views
+from fxoffload.split import RESERVED
 
 _LARGEST_BUCKET_NBYTES = 112 << 20
 _LEAST_BUCKET_NBYTES = 4 << 20
@@ -88,7 +89,7 @@ def _cut(traced: Traced, limit_nbytes: int, lap: Callable[[str], None], *, holds
     refuse_unknown_sizes(facts)
     lap("facts")
     long = _long_kernels(facts, traced.machine, limit_nbytes)
-    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=traced.declared, long=long)
+    blocks = find_blocks(facts, max_segment_nbytes=limit_nbytes, declared=traced.declared, long=long, reserved=RESERVED)
     lap("blocks")
     prices = price(facts, blocks, traced.machine, holds=holds)
     lap("price")

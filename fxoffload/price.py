@@ -13,7 +13,7 @@ graph's inputs live throughout, its outputs to the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -65,51 +65,6 @@ def refuse_unknown_sizes(facts: Facts) -> None:
                 f"price: {node.name} ({node.target}): how large its result is depends on values, so no memory can be planned; "
                 "leave torch._dynamo.config.capture_dynamic_output_shape_ops off, and Dynamo breaks the graph there"
             )
-
-
-def price_function(
-    prices: Sequence[SegmentPrice], symbols: Sequence[sympy.Symbol], hints: Mapping[sympy.Symbol, int]
-) -> Callable[..., tuple[SegmentCost, ...]]:
-    """A function from the values of `symbols`, in order, to the segments' costs at these sizes; other symbols as in `hints`."""
-    # Equal segments have equal expressions: each distinct one is evaluated once.
-    distinct = list(dict.fromkeys(e for p in prices for e in (p.compute_ms, p.activation_nbytes)))
-    place = {expression: i for i, expression in enumerate(distinct)}
-    others: Any = {symbol: size for symbol, size in hints.items() if symbol not in symbols}
-    evaluate = _function(symbols, [expression.subs(others) for expression in distinct])
-
-    def costs(*sizes: int) -> tuple[SegmentCost, ...]:
-        values = evaluate(*sizes)
-        return tuple(
-            SegmentCost(p.cost.name, float(values[place[p.compute_ms]]), int(values[place[p.activation_nbytes]])) for p in prices
-        )
-
-    return costs
-
-
-def knee(prices: Sequence[SegmentPrice], symbol: sympy.Symbol, copy_ms: float, hints: Mapping[sympy.Symbol, int]) -> int | None:
-    """The least size of a dynamic dimension from which compute takes longer than copying everything.
-
-    From there on streaming is free where the budget has room for all copies to run beside compute, which a small one has not.
-    Solves `sum of compute_ms(size) = copy_ms`, the other symbols as in `hints`. None if no size up to 2**31 does.
-    """
-    others: Any = {s: v for s, v in hints.items() if s != symbol}
-    total: Any = sympy.Add(*[p.compute_ms for p in prices]).subs(others)
-    if symbol not in total.free_symbols:
-        return None
-    # Rooflines are piecewise but grow with the size, so bisection finds the solution whichever piece holds there.
-    at = _function([symbol], total)
-    low, high = 1, 2**31
-    if at(high) < copy_ms:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if at(middle) >= copy_ms else (middle + 1, high)
-    return low
-
-
-def _function(symbols: Sequence[sympy.Symbol], expressions: Any) -> Any:
-    """A Python function of the symbols' values, in order."""
-    return sympy.lambdify(list(symbols), expressions, modules=[{"Max": max, "Min": min}, "math"])
 
 
 def _peak(facts: Facts, live: list[sympy.Expr]) -> sympy.Expr:

@@ -23,6 +23,7 @@ from fxoffload.config import OffloadConfig, resolve_budget
 from fxoffload.cost import Costs
 from fxoffload.curve import POINTS, Curve, Landmarks, Study, find_curve, find_landmarks
 from fxoffload.devices import available_device, device_memory
+from fxoffload.dynamic import knee
 from fxoffload.engine import find_engine
 from fxoffload.errors import ConfigError, OffloadError
 from fxoffload.facts import Facts
@@ -31,7 +32,7 @@ from fxoffload.machine import Machine
 from fxoffload.plan import Plan
 from fxoffload.planned import Planned
 from fxoffload.planner import Knobs, knobs_of, make_plan
-from fxoffload.price import SegmentPrice, knee
+from fxoffload.price import SegmentPrice
 from fxoffload.program import Program
 from fxoffload.show import plan_table
 from fxoffload.sizes import parse_size, show_size

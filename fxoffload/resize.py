@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxoffload.cost import Costs
-from fxoffload.price import price_function
+from fxoffload.dynamic import price_function
 from fxoffload.program import Program
 from fxoffload.warmup import SLACK_NBYTES
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxoffload
@@ -262,6 +264,29 @@ def test_a_dynamic_batch_is_one_graph(compiler: str) -> None:
     assert graphs() == before + 1
 
 
+class Pooling(nn.Module):
+    """Sizes inside are the input's divided by 2, 4 and 8, rounded down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = F.max_pool2d(block(x).relu(), 2)
+        return x
+
+
+@torch.no_grad()
+def test_dynamic_sizes_that_are_divided() -> None:
+    model = seeded(Pooling)
+    compiled = offload(model, dynamic=True)
+    for size in (32, 64, 49, 34):
+        x = torch.rand(1, 4, size, size + 3)
+        assert torch.equal(compiled(x), model(x))
+    assert len(api.bindings_of(model)) == 1
+
+
 @torch.no_grad()
 def test_calls_that_alternate_between_two_shapes() -> None:
     model = toy(5)
@@ -274,6 +299,46 @@ def test_calls_that_alternate_between_two_shapes() -> None:
         compiled(rows(1, n=n)), compiled(rows(2, n=n))
         assert_streams(model)
     assert len(api.bindings_of(model)) == 2
+
+
+class Named(nn.Module):
+    """Its last module has some name, and nothing between it and the blocks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.name = name
+        self.add_module(name, nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return self._modules[self.name](x)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["output", "getitem", "l_x_", "submod_0", "submod_4", "graph", "code", "meta", "recompile"])
+@torch.no_grad()
+def test_modules_whose_names_graphs_have_too(name: str) -> None:
+    model = seeded(lambda: Named(name))
+    compiled = offload(model)
+    for k in range(2):
+        assert torch.equal(compiled(rows(k)), model(rows(k)))
+
+
+@pytest.mark.parametrize("last", [lambda x: x[:, 0], lambda x: x.to(torch.float64), lambda x: x.half()])
+@pytest.mark.filterwarnings("ignore:.*graph break")
+@torch.no_grad()
+def test_a_graph_without_weights_behind_a_break(last: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = toy(3)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = model(x)
+        torch._dynamo.graph_break()
+        return last(x)
+
+    compiled = offload(run, fullgraph=False)
+    for k in range(2):
+        assert torch.equal(compiled(rows(k)), run(rows(k)))
 
 
 @torch.no_grad()

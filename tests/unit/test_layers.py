@@ -39,6 +39,7 @@ LAYERS = [
     ["buckets", "split"],
     ["cost"],
     ["plan", "price", "pieces"],
+    ["dynamic"],
     ["show", "html", "verify", "verify_capture", "timeline"],
     ["stream", "offsets", "residency", "planner"],
     ["curve", "words"],

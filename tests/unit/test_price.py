@@ -7,9 +7,10 @@ import sympy
 import torch
 
 from fxoffload.blocks import find_blocks
+from fxoffload.dynamic import price_function
 from fxoffload.facts import Facts
 from fxoffload.machine import Machine
-from fxoffload.price import price, price_function
+from fxoffload.price import price
 from tests.models import Towers, seeded, toy
 from tests.tracing import cut, facts_of, node, read
 

@@ -113,9 +113,9 @@ with so little room much of that happens in turn; it waits 0.0923 ms for copies.
         self.assertExpectedInline(
             "\n".join(textwrap.fill(sentence, 100) for sentence in explained(async_transfer=False).words),
             """\
-Copies and computation take turns, because async_transfer is off: copies take 0.0760 ms a step
-(391.50 KiB), computation 0.1012 ms.
-1 GiB more would save 0.0760 ms a step (43%), and hold every weight.
+Copies and computation take turns, because async_transfer is off: copies take 0.0740 ms a step
+(342.50 KiB), computation 0.1012 ms.
+1 GiB more would save 0.0740 ms a step (42%), and hold every weight.
 The smallest budget that works is 113.5KiB (0.1985 ms a step).
 Streaming is never free (within 1% of computation alone) here: all weights have to stay, which takes
 472KiB.""",
