@@ -76,11 +76,11 @@ def _free(landmarks: Landmarks) -> str:
         return (
             f"Streaming is never free ({within}) here: all weights have to stay, which takes {format_size(free.budget_nbytes)}."
         )
+    text = f"Streaming is free ({within}) from {format_size(free.budget_nbytes)} on"
+    if everything is None:
+        return f"{text}; with these settings some weights are streamed at every budget."
     part = free.budget_nbytes / everything.budget_nbytes
-    return (
-        f"Streaming is free ({within}) from {format_size(free.budget_nbytes)} on, "
-        f"{part:.0%} of the {show_size(everything.budget_nbytes)} that hold everything."
-    )
+    return f"{text}, {part:.0%} of the {show_size(everything.budget_nbytes)} that hold everything."
 
 
 def landmarks_table(landmarks: Landmarks, compute_ms: float) -> str:

@@ -121,6 +121,17 @@ Streaming is never free (within 1% of computation alone) here: all weights have 
 472KiB.""",
         )
 
+    def test_words_where_not_everything_may_stay(self) -> None:
+        explanation = explained(persistent_buckets=1)
+        assert explanation.landmarks.everything is None
+        assert "everything stays" not in str(explanation)
+        self.assertExpectedInline(
+            explanation.words[-1].replace("; ", ";\n"),
+            """\
+Streaming is free (within 1% of computation alone) from 212KiB on;
+with these settings some weights are streamed at every budget.""",
+        )
+
 
 # -- what is explained ---------------------------------------------------------------------------------------------
 
