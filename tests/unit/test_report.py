@@ -385,6 +385,8 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         "report: memory_budget: 'auto' depends on the memory of 'cuda', which is not available here; give a size such as '8GiB'"
     )
     assert refusal_of(ConfigError, x, machine=NOMINAL, memory_size=3).startswith("config: options: unknown key 'memory_size'")
+    misspelt = "config: options: unknown key 'memory_bugdet'; did you mean 'memory_budget'?"
+    assert refusal_of(ConfigError, memory_bugdet="1MiB", max_bucket_bytes="4MiB") == misspelt
     assert refusal_of(ConfigError, memory_budget="1MiB", max_bucket_bytes="4MiB", model=toy(2)) == (
         "report: max_bucket_bytes: it takes another trace of the model; give the inputs of one call, too"
     )
