@@ -149,6 +149,15 @@ def test_weights_have_the_type_of_the_config(tmp_path: Path) -> None:
         assert not model.training
 
 
+@pytest.mark.parametrize(("key", "said"), [("dtype", "float64"), ("torch_dtype", "float8_e4m3fn")])
+def test_a_config_that_says_another_type(key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {k: value for k, value in config_of("llama").items() if k not in ("dtype", "torch_dtype")}
+    path = write(tmp_path, {**data, key: said})
+    line = f"cli: {path}: dtype: {said!r} cannot be planned; give --dtype with one of bfloat16, float16, float32"
+    assert refused([str(path), "--tokens", "8"], capsys) == line
+    assert cli.main(["plan", str(path), "--tokens", "8", "--dtype", "float16"]) == 0
+
+
 @pytest.mark.parametrize(("dtype", "kept"), [("float16", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_parts_that_transformers_keeps_from_float16(dtype: str, kept: torch.dtype, tmp_path: Path) -> None:
     model = metamodel.build(config_of("t5"), tmp_path, dtype=dtype)
