@@ -73,15 +73,17 @@ def _diffusers_model(data: dict[str, Any], path: Path) -> torch.nn.Module:
         raise ConfigError(f"cli: {path}: diffusers {diffusers.__version__} has no class {name!r}; {_IN_PYTHON}")
     if not issubclass(kind, torch.nn.Module):
         parts = ", ".join(key for key, value in data.items() if isinstance(value, list) and "Model" in str(value))
-        raise ConfigError(
-            f"cli: {path}: {name} is no model but has models as parts; give the folder of one ({parts or 'such as transformer'})"
-        )
+        if not parts:
+            raise ConfigError(f"cli: {path}: {name} is no model; give the config.json of one")
+        raise ConfigError(f"cli: {path}: {name} is no model but has models as parts; give the folder of one ({parts})")
     return found.from_config(data)
 
 
 def _transformers_model(data: dict[str, Any], path: Path) -> torch.nn.Module:
     transformers = _library("transformers", path)
     kind = data.get("model_type")
+    if kind is None:
+        raise ConfigError(f"cli: {path}: it has no model_type, by which transformers finds a class; {_IN_PYTHON}")
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(f"cli: {path}: transformers {transformers.__version__} has no model_type {kind!r}; {_IN_PYTHON}")
     config = transformers.CONFIG_MAPPING[kind].from_dict(data)

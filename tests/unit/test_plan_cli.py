@@ -192,6 +192,14 @@ IN_PYTHON = (
     [
         ({"_class_name": "Nonesuch"}, f"cli: PATH: diffusers VERSION has no class 'Nonesuch'; {IN_PYTHON}"),
         ({"_class_name": "__version__"}, f"cli: PATH: diffusers VERSION has no class '__version__'; {IN_PYTHON}"),
+        (
+            {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
+            "cli: PATH: FlowMatchEulerDiscreteScheduler is no model; give the config.json of one",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            f"cli: PATH: it has no model_type, by which transformers finds a class; {IN_PYTHON}",
+        ),
         ({"model_type": "nonesuch"}, f"cli: PATH: transformers VERSION has no model_type 'nonesuch'; {IN_PYTHON}"),
         (
             {"model_type": "t5", "architectures": ["Nonesuch"]},
@@ -270,6 +278,14 @@ def test_quantized_weights_are_refused(settings: dict[str, Any], method: str, dt
 
 def test_a_config_that_says_that_nothing_is_quantized() -> None:
     metamodel.build({**SMALL_LLAMA, "quantization_config": None}, Path("c.json"))
+
+
+def test_files_of_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    assert refused([str(deep)], capsys) == f"cli: {deep}: this is neither the config of a model nor a saved plan; {ACCEPTED}"
+    with pytest.raises(ConfigError, match=r"this is no saved machine \(.*\); give what Machine.save wrote"):
+        plancmd.parse_machine(str(deep))
 
 
 def test_inputs_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
