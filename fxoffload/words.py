@@ -19,7 +19,10 @@ def show_ms(ms: float) -> str:
 
 
 def sentences(study: Study, plan: Plan, landmarks: Landmarks) -> tuple[str, ...]:
-    """Bound, one GiB more, smallest budgets, free streaming: one sentence each."""
+    """Bound, one GiB more, smallest budgets, free streaming: one sentence each. One in all for a model without weights."""
+    if not any(bucket.nbytes for bucket in study.costs.buckets):
+        needs = f"computes for {show_ms(plan.compute_ms)} and needs {show_size(plan.activation_nbytes)} of activations"
+        return (f"There are no weights to stream: a forward {needs}.",)
     return (bound_sentence(study, plan), _more(plan, landmarks), _smallest(landmarks), _free(landmarks))
 
 

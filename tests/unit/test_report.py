@@ -121,6 +121,11 @@ Streaming is never free (within 1% of computation alone) here: all weights have 
 472KiB.""",
         )
 
+    def test_words_without_weights(self) -> None:
+        found = fxoffload.explain(nn.ReLU(), torch.empty(4, 4), machine=NOMINAL, memory_budget="1MiB")
+        words = "There are no weights to stream: a forward computes for 0.0050 ms and needs 128 B of activations."
+        assert found.words == (words,)
+
     def test_words_where_not_everything_may_stay(self) -> None:
         explanation = explained(persistent_buckets=1)
         assert explanation.landmarks.everything is None
