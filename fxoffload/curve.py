@@ -173,12 +173,14 @@ def find_free(study: Study) -> int | None:
     step = max((high - low) // _RESOLUTION, 1)
     # No plan beats its bound, and bounds are cheap.
     start = _first(low, high, step, lambda budget: study.bound_ms(budget) <= target_ms)
-    low, width = start, step
-    if is_free(start):
-        return start
-    while low + width < high and not is_free(low + width):
-        low, width = low + width, 2 * width
-    return _first(low, min(low + width, high), step, is_free)
+    found, width = start, step
+    if not is_free(start):
+        while start + width < high and not is_free(start + width):
+            start, width = start + width, 2 * width
+        found = _first(start, min(start + width, high), step, is_free)
+    # What is found is as exact as `step`: this one may be just below it.
+    overlap = study.smallest_nbytes(overlap=True)
+    return overlap if overlap < found and is_free(overlap) else found
 
 
 def _first(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int:

@@ -65,7 +65,7 @@ def test_plan_of_a_config(case: str, sizes: list[str], tmp_path: Path, capsys: p
 def test_without_a_budget_copies_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, config_of("llama"))
     assert cli.main(["plan", str(path), "--tokens", "8"]) == 0
-    assert "\nsmallest with overlap, this plan  " in capsys.readouterr().out
+    assert "\nsmallest with overlap, this plan" in capsys.readouterr().out
 
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
