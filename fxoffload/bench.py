@@ -33,8 +33,9 @@ from fxoffload.contenders import CONTENDERS, CORE, REFERENCE, Contender, find_co
 from fxoffload.errors import ConfigError
 from fxoffload.launch import Launch, Launcher, rows_of
 from fxoffload.results import CPU_NOTE, FINAL, MEASURED, Results, key_of
-from fxoffload.sessions import FLAGS, Setting
+from fxoffload.sessions import BUDGETS, FLAGS, Setting
 from fxoffload.show import table
+from fxoffload.sizes import ACCEPTED_SIZES, parse_size
 from fxoffload.trial import Task
 from fxoffload.workloads import WORKLOADS, Workload, find_workload
 
@@ -148,7 +149,7 @@ def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
     return Run(
         workloads,
         tuple(find_contenders(_names("contenders", arguments.contenders))),
-        None if arguments.budgets is None else _names("budgets", arguments.budgets),
+        None if arguments.budgets is None else tuple(map(_budget, _names("budgets", arguments.budgets))),
         arguments.repeats or (REPEATS_CPU if on_cpu else REPEATS),
         base,
         arguments.retry,
@@ -173,12 +174,34 @@ def _names(option: str, text: str) -> tuple[str, ...]:
     return names
 
 
+def _budget(text: str) -> str:
+    """One budget as `sessions.Ours` reads it."""
+    try:
+        if text.endswith("%"):
+            if not 0 < float(text[:-1]) <= 100:
+                raise ValueError(text)
+        elif text not in BUDGETS:
+            parse_size(text)
+    except ValueError as error:  # A ConfigError is one.
+        words = ", ".join(map(repr, BUDGETS))
+        accepted = f"{words}, a part of the weights above 0% and at most 100%, or {ACCEPTED_SIZES}"
+        raise ConfigError(f"bench: --budgets: {text!r} is not accepted; give {accepted}") from error
+    return text
+
+
 def _folder(arguments: argparse.Namespace) -> Path:
-    """One for each results file, so that the next run finds what this one compiled."""
+    """One for each results file, so that the next run finds what this one compiled. Made here, where it is refused in time."""
     if arguments.work is not None:
-        return arguments.work.resolve()
-    key = hashlib.sha256(str(arguments.out.resolve()).encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"fxoffload-bench-{key}"
+        folder = arguments.work.resolve()
+    else:
+        key = hashlib.sha256(str(arguments.out.resolve()).encode()).hexdigest()[:12]
+        folder = Path(tempfile.gettempdir()) / f"fxoffload-bench-{key}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"bench: --work: {folder}: {error.strerror}; give a folder that can be made and written") from error
+    return folder
 
 
 def measure(chosen: Run, results: Results, launch: Launch, *, limit_s: float, stop_s: float | None = None) -> int:

@@ -6,7 +6,7 @@ the value and what is accepted. A field left on auto holds None (`"auto"` where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -131,14 +131,19 @@ class OffloadConfig:
         if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong_type("options", options, "a dict of settings by name")
         values = dict(options or {})
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise ConfigError(f"config: options: unknown key {key!r}; {nearest(str(key), known)}")
+        cls.check_names(values)
         if mode is not None and values.setdefault("mode", mode) != mode:
             raise ConfigError(f"config: mode: {mode!r} is given, and {values['mode']!r} among the options; give one of the two")
-        before = {} if base is None else {name: getattr(base, name) for name in known}
+        before = {} if base is None else {f.name: getattr(base, f.name) for f in fields(cls)}
         return cls(**cast("dict[str, Any]", {**before, **values}))
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Raises ConfigError for the first that is no setting, with the nearest that are."""
+        known = [f.name for f in fields(cls)]
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"config: options: unknown key {name!r}; {nearest(str(name), known)}")
 
 
 def resolve_budget(config: OffloadConfig, total_nbytes: int, free_nbytes: int) -> int:

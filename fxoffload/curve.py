@@ -58,8 +58,8 @@ class Landmarks:
     """1 GiB more than here."""
     free: Point | None
     """The least budget at which streaming is free; None where the settings allow no budget to reach that."""
-    everything: Point
-    """All weights stay."""
+    everything: Point | None
+    """All weights stay; None where the settings let no budget hold all of them."""
 
     def rows(self) -> list[tuple[str, Point]]:
         """By budget, ascending; names of equal budgets together."""
@@ -115,7 +115,7 @@ class Study:
 
     @property
     def everything_nbytes(self) -> int:
-        """The budget from which on all weights stay."""
+        """The least budget with room for all weights."""
         return self.activation_nbytes + sum(align(bucket.nbytes) for bucket in self.costs.buckets)
 
     def smallest_nbytes(self, *, overlap: bool) -> int:
@@ -147,13 +147,14 @@ def find_landmarks(study: Study, plan: Plan) -> Landmarks:
     """The landmarks around a plan. About ten plans are made."""
     here = Point(plan.budget_nbytes, plan.step_ms, plan.bound_ms, study.naive_ms(plan.budget_nbytes), plan.streamed_nbytes)
     free = find_free(study)
+    everything = study.point(max(study.everything_nbytes, study.smallest_nbytes(overlap=False)))
     return Landmarks(
         smallest=study.point(study.smallest_nbytes(overlap=False)),
         overlap=study.point(study.smallest_nbytes(overlap=True)),
         here=here,
         more=study.point(plan.budget_nbytes + GIB),
         free=study.point(free) if free is not None else None,
-        everything=study.point(max(study.everything_nbytes, study.smallest_nbytes(overlap=False))),
+        everything=everything if not everything.streamed_nbytes else None,
     )
 
 
@@ -172,12 +173,14 @@ def find_free(study: Study) -> int | None:
     step = max((high - low) // _RESOLUTION, 1)
     # No plan beats its bound, and bounds are cheap.
     start = _first(low, high, step, lambda budget: study.bound_ms(budget) <= target_ms)
-    low, width = start, step
-    if is_free(start):
-        return start
-    while low + width < high and not is_free(low + width):
-        low, width = low + width, 2 * width
-    return _first(low, min(low + width, high), step, is_free)
+    found, width = start, step
+    if not is_free(start):
+        while start + width < high and not is_free(start + width):
+            start, width = start + width, 2 * width
+        found = _first(start, min(start + width, high), step, is_free)
+    # What is found is as exact as `step`: this one may be just below it.
+    overlap = study.smallest_nbytes(overlap=True)
+    return overlap if overlap < found and is_free(overlap) else found
 
 
 def _first(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int:

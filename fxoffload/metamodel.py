@@ -32,10 +32,11 @@ def build(data: dict[str, Any], path: Path, *, dtype: str | None = None) -> torc
     """The model of a config, on the meta device, for inference.
 
     `dtype` of the weights: one of `DTYPES`; None: what the config says, or else bfloat16. Parts that the class itself keeps in
-    float32 stay so. Raises ConfigError, naming `path`, for a class that is not known, for a config that its class refuses, and
-    for quantized weights.
+    float32 stay so. Raises ConfigError, naming `path`, for a class that is not known, for a config that its class refuses, for
+    one that says another dtype, and for quantized weights.
     """
     _refuse_quantized(data, path)
+    dtype = dtype or _dtype_of(data, path)
     make = _diffusers_model if "_class_name" in data else _transformers_model
     try:
         with torch.device("meta"):
@@ -47,7 +48,7 @@ def build(data: dict[str, Any], path: Path, *, dtype: str | None = None) -> torc
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"cli: {path}: {name} cannot be built from it ({why}); give the config.json of its weights") from error
     model = model.eval().requires_grad_(False)
-    set_dtype(model, getattr(torch, dtype or _dtype_of(data)))
+    set_dtype(model, getattr(torch, dtype))
     return model
 
 
@@ -72,15 +73,17 @@ def _diffusers_model(data: dict[str, Any], path: Path) -> torch.nn.Module:
         raise ConfigError(f"cli: {path}: diffusers {diffusers.__version__} has no class {name!r}; {_IN_PYTHON}")
     if not issubclass(kind, torch.nn.Module):
         parts = ", ".join(key for key, value in data.items() if isinstance(value, list) and "Model" in str(value))
-        raise ConfigError(
-            f"cli: {path}: {name} is no model but has models as parts; give the folder of one ({parts or 'such as transformer'})"
-        )
+        if not parts:
+            raise ConfigError(f"cli: {path}: {name} is no model; give the config.json of one")
+        raise ConfigError(f"cli: {path}: {name} is no model but has models as parts; give the folder of one ({parts})")
     return found.from_config(data)
 
 
 def _transformers_model(data: dict[str, Any], path: Path) -> torch.nn.Module:
     transformers = _library("transformers", path)
     kind = data.get("model_type")
+    if kind is None:
+        raise ConfigError(f"cli: {path}: it has no model_type, by which transformers finds a class; {_IN_PYTHON}")
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(f"cli: {path}: transformers {transformers.__version__} has no model_type {kind!r}; {_IN_PYTHON}")
     config = transformers.CONFIG_MAPPING[kind].from_dict(data)
@@ -100,9 +103,11 @@ def _library(name: str, path: Path) -> Any:
         raise ConfigError(f"cli: {path}: {name} is not installed; run: pip install 'fxoffload[diffusers]'") from error
 
 
-def _dtype_of(data: dict[str, Any]) -> str:
-    said = str(data.get("dtype") or data.get("torch_dtype") or "").removeprefix("torch.")
-    return said if said in DTYPES else DTYPES[0]
+def _dtype_of(data: dict[str, Any], path: Path) -> str:
+    said = str(data.get("dtype") or data.get("torch_dtype") or DTYPES[0]).removeprefix("torch.")
+    if said not in DTYPES:
+        raise ConfigError(f"cli: {path}: dtype: {said!r} cannot be planned; give --dtype with one of {', '.join(DTYPES)}")
+    return said
 
 
 def set_dtype(model: Any, dtype: torch.dtype) -> None:

@@ -142,8 +142,8 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text())
             found = data.pop("format", None) if isinstance(data, dict) else PLAN_FORMAT
-            if found != PLAN_FORMAT:
-                raise PlanError(f"plan: {path}: format {found}, this version reads {PLAN_FORMAT}; plan the model again")
+            if type(found) is not int or found != PLAN_FORMAT:
+                raise PlanError(f"plan: {path}: format {_shown(found)}, this version reads {PLAN_FORMAT}; plan the model again")
             plan: Plan = _typed(cls, data, "the plan")
             _check_indices(plan)
         except OSError as error:

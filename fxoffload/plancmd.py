@@ -81,7 +81,7 @@ def parse_machine(text: str) -> Machine:
             return Machine.load(Path(text))
         except OSError as error:
             raise ConfigError(f"cli: --machine: {text}: {error.strerror}; give a file, 'nominal', or NAME=VALUE,...") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"cli: --machine: {text}: this is no saved machine ({error}); give what Machine.save wrote"
             ) from error
@@ -116,7 +116,7 @@ def _read(path: Path) -> tuple[Path, Any]:
         return path, json.loads(path.read_text())
     except OSError as error:
         raise PlanError(f"cli: {path}: {error.strerror}; {_ACCEPTED}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         return path, None
 
 

@@ -237,6 +237,7 @@ def explain(model: Any, *inputs: Any, machine: Machine | None = None, dynamic: b
 
 def _explain_run(model: Any, machine: Machine | None, options: Mapping[str, Any]) -> Explanation:
     name = type(api.module_of(model)).__name__
+    OffloadConfig.check_names(options)
     for word in sorted({*options, *(["machine"] if machine is not None else [])} - _PLANNING):
         raise ConfigError(f"report: {word}: it takes another trace of the model; give the inputs of one call, too")
     try:

@@ -25,6 +25,8 @@ from fxoffload.workloads import Workload, blocks_of, weight_nbytes
 
 Setting = Mapping[str, Any]
 """What JSON can hold. `budget`: a size, `all`, `smallest` (with overlap), `least` (that runs at all), `60%` of the weights."""
+BUDGETS = ("all", "smallest", "least")
+"""Budgets that are no sizes."""
 FLAGS = "flags"
 """In a setting: flags that were found for its budget."""
 

@@ -10,7 +10,8 @@ Like `verify` it shares no code with what it judges. A recording is a list of st
 - `outside` is the stream of the copies that the host issues around replays: those that a forward issues for the next one.
 
 So every step has a clock: for each line, how many of its steps are surely done. A copy must come behind everything that read,
-wrote or evicted the bytes that it overwrites; a segment must come behind the copy of each load that it reads, and find it there.
+wrote or evicted the bytes that it overwrites, and so must an eviction, which writes too where it poisons, and must find its load
+there; a segment must come behind the copy of each load that it reads, and find it there.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class _Replays:
         elif step.what == "run":
             self._run(step, clock)
         elif step.what == "evict":
-            self.bytes[step.name].touched.append((step.line, clock[step.line], f"the eviction of {step.name}"))
+            self._evict(step, clock)
 
     def _wait(self, step: Step, clock: dict[str, int]) -> None:
         event = self.events.get(step.name)
@@ -160,13 +161,24 @@ class _Replays:
             clock[line] = max(clock.get(line, 0), count)
 
     def _copy(self, step: Step, clock: dict[str, int]) -> None:
+        self._overwrite(step, clock)
+        self.bytes[step.name] = _Bytes([(step.line, clock[step.line], f"the copy of {step.name}")], whole=True)
+
+    def _evict(self, step: Step, clock: dict[str, int]) -> None:
+        there = self.bytes[step.name]
+        if not there.whole:
+            _refuse(f"evict {step.name}: its bytes hold something else")
+        self._overwrite(step, clock)
+        there.touched.append((step.line, clock[step.line], f"the eviction of {step.name}"))
+
+    def _overwrite(self, step: Step, clock: dict[str, int]) -> None:
         for name in self.sharing[step.name]:
             there = self.bytes[name]
             for line, count, who in there.touched:
                 if clock.get(line, 0) < count:
-                    _refuse(f"copy {step.name}: on line {step.line} it overwrites bytes of {name} and does not wait for {who}")
+                    what = f"{step.what} {step.name}: on line {step.line}"
+                    _refuse(f"{what} it overwrites bytes of {name} and does not wait for {who}")
             there.whole = False
-        self.bytes[step.name] = _Bytes([(step.line, clock[step.line], f"the copy of {step.name}")], whole=True)
 
     def _run(self, step: Step, clock: dict[str, int]) -> None:
         for name in self.reads[step.name]:

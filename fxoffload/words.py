@@ -19,7 +19,10 @@ def show_ms(ms: float) -> str:
 
 
 def sentences(study: Study, plan: Plan, landmarks: Landmarks) -> tuple[str, ...]:
-    """Bound, one GiB more, smallest budgets, free streaming: one sentence each."""
+    """Bound, one GiB more, smallest budgets, free streaming: one sentence each. One in all for a model without weights."""
+    if not any(bucket.nbytes for bucket in study.costs.buckets):
+        needs = f"computes for {show_ms(plan.compute_ms)} and needs {show_size(plan.activation_nbytes)} of activations"
+        return (f"There are no weights to stream: a forward {needs}.",)
     return (bound_sentence(study, plan), _more(plan, landmarks), _smallest(landmarks), _free(landmarks))
 
 
@@ -76,11 +79,11 @@ def _free(landmarks: Landmarks) -> str:
         return (
             f"Streaming is never free ({within}) here: all weights have to stay, which takes {format_size(free.budget_nbytes)}."
         )
+    text = f"Streaming is free ({within}) from {format_size(free.budget_nbytes)} on"
+    if everything is None:
+        return f"{text}; with these settings some weights are streamed at every budget."
     part = free.budget_nbytes / everything.budget_nbytes
-    return (
-        f"Streaming is free ({within}) from {format_size(free.budget_nbytes)} on, "
-        f"{part:.0%} of the {show_size(everything.budget_nbytes)} that hold everything."
-    )
+    return f"{text}, {part:.0%} of the {show_size(everything.budget_nbytes)} that hold everything."
 
 
 def landmarks_table(landmarks: Landmarks, compute_ms: float) -> str:

@@ -20,6 +20,7 @@ from fxoffload.launch import Ended
 from fxoffload.results import CPU_NOTE, Results
 from fxoffload.sessions import FLAGS
 from fxoffload.trial import Task
+from fxoffload.workloads import WORKLOADS
 from tests.unit.bench_cases import GIB, MACHINE, VERSIONS, row
 
 CPU = torch.device("cpu")
@@ -196,6 +197,37 @@ def test_refused(argv: Sequence[str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         bench.plan_run(arguments(*argv), CPU)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("text", ["nope", "10xB", "0%", "-5%", "150%", "nan%", "%", "0", "-1", "0.3B"])
+def test_budgets_are_refused_before_anything_runs(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = Fake(tmp_path)
+    assert command(monkeypatch, fake, "--out", str(tmp_path / "r.json"), f"--budgets=2GiB,{text}") == 2
+    accepted = "'all', 'smallest', 'least', a part of the weights above 0% and at most 100%, or a whole number of bytes > 0, "
+    assert capsys.readouterr().err.startswith(f"fxoffload: bench: --budgets: {text!r} is not accepted; give {accepted}")
+    assert fake.tasks == []
+
+
+def test_budgets_that_are_accepted() -> None:
+    given = ("all", "smallest", "least", "60%", "100%", "0.5%", "2GiB", "1000")
+    assert bench.plan_run(arguments("--budgets", ", ".join(given)), CPU).budgets == given
+    for workload in WORKLOADS.values():
+        assert bench.plan_run(arguments("--budgets", ",".join(workload.budgets)), CPU).budgets == workload.budgets
+
+
+def test_a_folder_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "work", "Not a directory")):
+        fake = Fake(folder)
+        assert command(monkeypatch, fake, "--out", str(tmp_path / "r.json")) == 2
+        line = f"fxoffload: bench: --work: {folder}: {why}; give a folder that can be made and written\n"
+        assert capsys.readouterr().err == line
+        assert fake.tasks == []
+    assert not (tmp_path / "r.json").exists()
 
 
 def command(monkeypatch: pytest.MonkeyPatch, fake: Fake, *argv: str) -> int:

@@ -23,13 +23,14 @@ def test_save_and_load_round_trip(tmp_path: Path):
     assert Plan.load(str(tmp_path / "plan.json")).loads[0].uses == plan.loads[0].uses
 
 
-def test_another_format_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(("found", "shown"), [(99, "99"), ("1", '"1"'), (True, "true"), (1.0, "1.0"), (None, "null")])
+def test_another_format_is_refused(found: object, shown: str, tmp_path: Path):
     path = tmp_path / "plan.json"
     make_plan(equal_chain(2), 2 * UNIT).save(path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": found}))
     with pytest.raises(PlanError) as error:
         Plan.load(path)
-    assert str(error.value) == f"plan: {path}: format 99, this version reads 1; plan the model again"
+    assert str(error.value) == f"plan: {path}: format {shown}, this version reads 1; plan the model again"
 
 
 def refusal(path: Path) -> str:

@@ -65,7 +65,7 @@ def test_plan_of_a_config(case: str, sizes: list[str], tmp_path: Path, capsys: p
 def test_without_a_budget_copies_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, config_of("llama"))
     assert cli.main(["plan", str(path), "--tokens", "8"]) == 0
-    assert "\nsmallest with overlap, this plan  " in capsys.readouterr().out
+    assert "\nsmallest with overlap, this plan" in capsys.readouterr().out
 
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +149,15 @@ def test_weights_have_the_type_of_the_config(tmp_path: Path) -> None:
         assert not model.training
 
 
+@pytest.mark.parametrize(("key", "said"), [("dtype", "float64"), ("torch_dtype", "float8_e4m3fn")])
+def test_a_config_that_says_another_type(key: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {k: value for k, value in config_of("llama").items() if k not in ("dtype", "torch_dtype")}
+    path = write(tmp_path, {**data, key: said})
+    line = f"cli: {path}: dtype: {said!r} cannot be planned; give --dtype with one of bfloat16, float16, float32"
+    assert refused([str(path), "--tokens", "8"], capsys) == line
+    assert cli.main(["plan", str(path), "--tokens", "8", "--dtype", "float16"]) == 0
+
+
 @pytest.mark.parametrize(("dtype", "kept"), [("float16", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_parts_that_transformers_keeps_from_float16(dtype: str, kept: torch.dtype, tmp_path: Path) -> None:
     model = metamodel.build(config_of("t5"), tmp_path, dtype=dtype)
@@ -183,6 +192,14 @@ IN_PYTHON = (
     [
         ({"_class_name": "Nonesuch"}, f"cli: PATH: diffusers VERSION has no class 'Nonesuch'; {IN_PYTHON}"),
         ({"_class_name": "__version__"}, f"cli: PATH: diffusers VERSION has no class '__version__'; {IN_PYTHON}"),
+        (
+            {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
+            "cli: PATH: FlowMatchEulerDiscreteScheduler is no model; give the config.json of one",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            f"cli: PATH: it has no model_type, by which transformers finds a class; {IN_PYTHON}",
+        ),
         ({"model_type": "nonesuch"}, f"cli: PATH: transformers VERSION has no model_type 'nonesuch'; {IN_PYTHON}"),
         (
             {"model_type": "t5", "architectures": ["Nonesuch"]},
@@ -261,6 +278,14 @@ def test_quantized_weights_are_refused(settings: dict[str, Any], method: str, dt
 
 def test_a_config_that_says_that_nothing_is_quantized() -> None:
     metamodel.build({**SMALL_LLAMA, "quantization_config": None}, Path("c.json"))
+
+
+def test_files_of_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    assert refused([str(deep)], capsys) == f"cli: {deep}: this is neither the config of a model nor a saved plan; {ACCEPTED}"
+    with pytest.raises(ConfigError, match=r"this is no saved machine \(.*\); give what Machine.save wrote"):
+        plancmd.parse_machine(str(deep))
 
 
 def test_inputs_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

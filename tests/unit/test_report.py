@@ -70,13 +70,12 @@ Compute bounds most of the step, the link a part of it: copies take 0.0974 ms a 
 The smallest budget that works is 113.5KiB (0.1935 ms a step); with copies beside compute, 212KiB (0.1012 ms).
 Streaming is free (within 1% of computation alone) from 212KiB on, 45% of the 472.00 KiB that hold everything.
 
-at a budget of         size        step ms  bound ms  x compute  streamed a step
-smallest that works    113.25 KiB   0.1935    0.1012       1.91  424.00 KiB
-this plan              200.00 KiB   0.1074    0.1012       1.06  424.00 KiB
-smallest with overlap  211.25 KiB   0.1012    0.1012       1.00  391.50 KiB
-streaming is free      211.35 KiB   0.1012    0.1012       1.00  391.50 KiB
-everything stays       472.00 KiB   0.1012    0.1012       1.00  0 B
-1 GiB more             1.00 GiB     0.1012    0.1012       1.00  0 B""",
+at a budget of                            size        step ms  bound ms  x compute  streamed a step
+smallest that works                       113.25 KiB   0.1935    0.1012       1.91  424.00 KiB
+this plan                                 200.00 KiB   0.1074    0.1012       1.06  424.00 KiB
+smallest with overlap, streaming is free  211.25 KiB   0.1012    0.1012       1.00  391.50 KiB
+everything stays                          472.00 KiB   0.1012    0.1012       1.00  0 B
+1 GiB more                                1.00 GiB     0.1012    0.1012       1.00  0 B""",
         )
 
     def test_words_where_everything_stays(self) -> None:
@@ -120,6 +119,29 @@ The smallest budget that works is 113.5KiB (0.1985 ms a step).
 Streaming is never free (within 1% of computation alone) here: all weights have to stay, which takes
 472KiB.""",
         )
+
+    def test_words_without_weights(self) -> None:
+        found = fxoffload.explain(nn.ReLU(), torch.empty(4, 4), machine=NOMINAL, memory_budget="1MiB")
+        words = "There are no weights to stream: a forward computes for 0.0050 ms and needs 128 B of activations."
+        assert found.words == (words,)
+
+    def test_words_where_not_everything_may_stay(self) -> None:
+        explanation = explained(persistent_buckets=1)
+        assert explanation.landmarks.everything is None
+        assert "everything stays" not in str(explanation)
+        self.assertExpectedInline(
+            explanation.words[-1].replace("; ", ";\n"),
+            """\
+Streaming is free (within 1% of computation alone) from 212KiB on;
+with these settings some weights are streamed at every budget.""",
+        )
+
+
+def test_streaming_is_free_at_the_smallest_budget_with_overlap_where_no_smaller_one_is() -> None:
+    landmarks = explained().landmarks
+    assert landmarks.overlap.step_ms <= 1.01 * explained().plan.compute_ms
+    assert landmarks.free is not None
+    assert landmarks.free.budget_nbytes <= landmarks.overlap.budget_nbytes
 
 
 # -- what is explained ---------------------------------------------------------------------------------------------
@@ -328,7 +350,7 @@ def test_html(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<img" not in page
     assert "<h4>Plan</h4>\n<pre>plan  budget 200.00 KiB" in page
     assert page.count("<table>") == page.count("</table>") == 2
-    for cell in ("streamed, wraps", "blocks.2-5 (x4)", "smallest with overlap"):
+    for cell in ("streamed, wraps", "blocks.2-5 (x4)", "smallest that works"):
         assert f">{cell}</td>" in page
     assert all(sentence in page for sentence in found.words)
 
@@ -374,6 +396,8 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         "report: memory_budget: 'auto' depends on the memory of 'cuda', which is not available here; give a size such as '8GiB'"
     )
     assert refusal_of(ConfigError, x, machine=NOMINAL, memory_size=3).startswith("config: options: unknown key 'memory_size'")
+    misspelt = "config: options: unknown key 'memory_bugdet'; did you mean 'memory_budget'?"
+    assert refusal_of(ConfigError, memory_bugdet="1MiB", max_bucket_bytes="4MiB") == misspelt
     assert refusal_of(ConfigError, memory_budget="1MiB", max_bucket_bytes="4MiB", model=toy(2)) == (
         "report: max_bucket_bytes: it takes another trace of the model; give the inputs of one call, too"
     )

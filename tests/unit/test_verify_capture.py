@@ -159,6 +159,14 @@ def test_what_is_recorded_is_accepted_without_overlap_too():
         (without("inside", "compute", "wait", "join"), "record join: on line copies, which is not joined before the end"),
         (moved(Step("compute", "wait", "join"), 9), "compute waits for event 'join', which nothing has recorded"),
         (moved(Step("copies", "wait", "free blocks.2"), 3), "copies waits for event 'free blocks.2', which nothing has recorded"),
+        # Behind the copy that takes the bytes, before and behind the wait for it.
+        (moved(Step("compute", "evict", "blocks.0"), 10), "evict blocks.0: its bytes hold something else"),
+        (moved(Step("compute", "evict", "blocks.0"), 16), "evict blocks.0: its bytes hold something else"),
+        (moved(Step("compute", "evict", "blocks.0"), 6), "run blocks.0: it reads blocks.0, whose bytes hold something else"),
+        (
+            moved(Step("compute", "evict", "blocks.0"), 5),
+            "evict blocks.0: on line compute it overwrites bytes of blocks.0 and does not wait for the copy of blocks.0",
+        ),
         (
             dataclasses.replace(RIGHT, behind=()),
             "copies: a replay makes 2 copies of loads, the plan has 4: blocks.0, blocks.1",
