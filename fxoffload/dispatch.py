@@ -73,8 +73,8 @@ def _take_places(
 ) -> None:
     """A parameter that was replaced by another, or swapped with one, moves into the bytes of its name: plans stay as they are.
 
-    Not where weights share bytes: those stay together. Nor into the bytes of those in `apart`, which another model has, whose
-    weights may have the same names.
+    Not where weights share bytes: those stay together. Nor into bytes that somebody else has a tensor of, such as a state dict
+    set aside, nor into those in `apart`, which another model has, whose weights may have the same names.
     """
     store = engine.store
     by_name = store.by_name(apart)
@@ -82,7 +82,7 @@ def _take_places(
     moved = [(packed, t) for packed, t in pairs if packed is not None and packed.tensor() is not t and packed.is_like(t)]
     places, coming = [packed for packed, _ in moved], [tensor for _, tensor in moved]
     homes = [home for tensor in coming if (home := store.find(tensor)) is not None]
-    if not moved or any(map(store.is_tied, (*places, *homes))) or store.sharing(coming):
+    if not moved or any(p.is_aliased() for p in places) or any(map(store.is_tied, (*places, *homes))) or store.sharing(coming):
         return
     store.rebind(places, coming)
     engine.adopt(coming)

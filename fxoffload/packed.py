@@ -1,5 +1,8 @@
 """What the host store has packed: tensors of a model, as their bytes lie in buckets of host memory."""
 
+# Private names of torch: how many use a storage. Checked on torch 2.11 and 2.13.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import weakref
@@ -8,6 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fxoffload.regions import Region
+
+_OWN_USES = 3
+"""Of the storage of a view: the view, its storage as a Python object, and the question."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +50,11 @@ class HostTensor:
     parts: list[HostWeight] = field(default_factory=list)
     others: list[HostWeight] = field(default_factory=list)
     """What it is seen as besides, cut otherwise (`HostStore.part`)."""
+    address: int = field(init=False)
+    """Where the bytes lie. `view` leaves them where torch moves its storage, as `share_memory_` does."""
+
+    def __post_init__(self) -> None:
+        self.address = self.view.data_ptr()
 
     def forget(self) -> None:
         """It is packed no more."""
@@ -56,6 +67,12 @@ class HostTensor:
         """Whether `other` has the same dtype and layout, and lies on the host."""
         mine = self.view
         return (mine.device, mine.dtype, mine.shape, mine.stride()) == (other.device, other.dtype, other.shape, other.stride())
+
+    def is_aliased(self) -> bool:
+        """Whether another tensor than `tensor` has the memory of `view` (as one of a state dict), or torch moved it elsewhere."""
+        storage, owner = self.view.untyped_storage(), self.tensor()
+        mine = _OWN_USES + (owner is not None and owner.untyped_storage()._cdata == storage._cdata)
+        return self.view.data_ptr() != self.address or torch._C._storage_Use_Count(storage._cdata) > mine
 
     def mode(self) -> torch.inference_mode:
         """In here memory is made that is to stand behind the tensor: made in the other mode, it would hide writes."""

@@ -59,13 +59,13 @@ class HostStore:
     def sharing(self, tensors: Sequence[torch.Tensor]) -> list[HostTensor]:
         """Ties that came or went since packing, as what is packed of all that have to do with them.
 
-        One of these tensors lies in bytes of another weight now, or has left bytes that another weight has, too.
+        One of these tensors lies in bytes of another weight now, or has left bytes that another weight or anybody else has, too.
         """
         strays = [t for t in tensors if t.numel() and not self._is_at_home(t)]
         inside = [t for t in strays if lie_in(self._regions, t)]
         pairs = [(p, t) for p in self._tensors.values() for t in inside if _is_lodger(t, p)]
         lodgers = {id(t) for _, t in pairs}
-        left = [p for t in strays if (p := self._tensors.get(id(t))) is not None and self.is_tied(p)]
+        left = [p for t in strays if (p := self._tensors.get(id(t))) is not None and (self.is_tied(p) or p.is_aliased())]
         return [*left, *(p for p, _ in pairs), *(p for key, p in self._tensors.items() if key in lodgers)]
 
     def is_tied(self, packed: HostTensor) -> bool:
@@ -233,7 +233,7 @@ class HostStore:
 
     def _is_at_home(self, tensor: torch.Tensor) -> bool:
         place = self._tensors.get(id(tensor))
-        return place is not None and place.tensor() is tensor and tensor.data_ptr() == place.view.data_ptr()
+        return place is not None and place.tensor() is tensor and tensor.data_ptr() == place.address
 
     def _finish_copies(self) -> None:
         """Copies that are queued on the device still read host memory; wait for them before it changes or goes."""

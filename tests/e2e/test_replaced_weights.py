@@ -15,7 +15,7 @@ from torch import nn
 import fxoffload
 from fxoffload import api
 from tests.capturing import capturer_of, captures
-from tests.checks import attached, offload
+from tests.checks import attached, halve, offload
 from tests.models import Block, rows, seeded, toy
 from tests.pinning import Driver, pinning
 
@@ -238,3 +238,68 @@ def test_captured_forwards_go_with_their_weights() -> None:
 
 def adapters(model: Any) -> list[Any]:
     return [p for name, p in api.engine_of(model).store.by_name().items() if ".lower." in name or ".upper." in name]
+
+
+def started(how: str) -> tuple[Any, Any, Any]:
+    """A model that has run with half of its weights streamed, what calls it, and a plain one with other weights."""
+    model, other = toy(4), toy(4, seed=1)
+    run: Any = model
+    if how == "eager":
+        attached(model, 0.5)
+    else:
+        run = offload(model, memory_budget=AMPLE)
+    with torch.no_grad():
+        run(rows(0))
+        if how == "compiled":
+            halve(model)
+        run(rows(0))
+    return model, run, other
+
+
+@HOWS
+@torch.no_grad()
+def test_weights_that_were_set_aside_by_reference_keep_their_values(how: str) -> None:
+    model, run, other = started(how)
+    plain = toy(4)
+    wanted, others = plain(rows(1)), other(rows(1))
+    for _ in range(2):
+        aside = model.state_dict()
+        model.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=True)
+        torch.testing.assert_close(run(rows(1)), others)
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in aside.items())
+        model.load_state_dict(aside, assign=True)
+        torch.testing.assert_close(run(rows(1)), wanted)
+    assert fxoffload.stats(model).nbytes_copied > 0
+
+
+@HOWS
+@torch.no_grad()
+def test_memory_that_two_models_exchange_through_data(how: str) -> None:
+    """As weights that are averaged over training are swapped in and out."""
+    model, run, other = started(how)
+    wanted = [plain(rows(1)) for plain in (toy(4), other)]
+    for _ in range(3):
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.data, theirs.data = theirs.data, mine.data
+        wanted.reverse()
+        torch.testing.assert_close(run(rows(1)), wanted[0])
+        torch.testing.assert_close(other(rows(1)), wanted[1])
+    weights = sum(p.nbytes for p in model.parameters())
+    assert weights <= api.engine_of(model).store.nbytes < 1.5 * weights
+
+
+@HOWS
+@torch.no_grad()
+def test_edits_of_weights_that_were_put_into_shared_memory(how: str) -> None:
+    model, run, other = started(how)
+    plain = toy(4)
+    model.share_memory()
+    torch.testing.assert_close(run(rows(1)), plain(rows(1)))
+    for of in (model, plain):
+        of.blocks[1].up.weight.mul_(1.5)
+    torch.testing.assert_close(run(rows(1)), plain(rows(1)))
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(run(rows(1)), other(rows(1)))
+    before = [bucket.flat.data_ptr() for bucket in api.engine_of(model).store.buckets.values()]
+    run(rows(2))
+    assert before == [bucket.flat.data_ptr() for bucket in api.engine_of(model).store.buckets.values()], "packed once"
