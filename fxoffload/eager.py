@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fxoffload.attached import attachment_of, forget, remember
+from fxoffload.attached import attached_beside, attachment_of, forget, refuse_apart, refuse_nested, remember, running_beside
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
 from fxoffload.devices import available_device
@@ -61,7 +61,11 @@ class Attachment:
         self.config = config
         _dissolve_parts(root)
         self.engine: Engine = engine_for(
-            [*root.parameters(), *root.buffers()], root, config, available_device(config.onload_device)
+            [*root.parameters(), *root.buffers()],
+            root,
+            config,
+            available_device(config.onload_device),
+            beside=next((other.engine for _, other in attached_beside(root)), None),
         )
         self._ways = Ways(self.engine, config, root, units, self._hook_anew)
         self._hooks: list[RemovableHandle] = []
@@ -70,6 +74,7 @@ class Attachment:
         self._alone: torch.nn.Module | None = None
         """The unit that was called outside all entries; or the root, by a forward that somebody put in place of the entry."""
         try:
+            refuse_apart(root, self.engine)
             self._ways.look()
             self._stand_in(root)
         except BaseException:
@@ -217,6 +222,10 @@ class Attachment:
 
     def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A unit is called. Returns its arguments, where they had to come to the device first."""
+        with self.engine.lock:
+            # Without a turn, which a thread that waits for the engine may have: the budget of this model may be another one.
+            if self._is_lent(unit):
+                return None
         with self.engine.turn(self.config):
             if self._alone is not None and not is_called(self._alone, beyond=self._alone == self._module(unit)):
                 # A call of a unit on its own was interrupted, and its hook never ran.
@@ -252,6 +261,14 @@ class Attachment:
                 self._end_alone(completed=True)
         return None if kept is result else kept
 
+    def _is_lent(self, unit: int) -> bool:
+        """Whether a forward of another model runs here that has this module too, and moves its weights."""
+        return self._running is None and any(other.moves(self._module(unit)) for other in running_beside(self))
+
+    def moves(self, module: torch.nn.Module) -> bool:
+        """Whether the forward that runs moves all weights of a module."""
+        return self._running is not None and self._running.moves([*module.parameters(), *module.buffers()])
+
     def _hand_out(self, result: Any) -> Any:
         assert self._running is not None
         return self._running.hand_out(result)
@@ -262,6 +279,7 @@ class Attachment:
     def _begin(
         self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        refuse_nested(self)
         follower = self._ways.follower(entry)
         self._refuse_gradients(follower)
         args, kwargs = self._to_onload((args, kwargs))

@@ -110,6 +110,10 @@ class Follower(Planned):
         """Whether one of the weights does."""
         return any(t.requires_grad for t in (*self._managed.tensors(), *self._managed.wrappers()))
 
+    def moves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all of these are among its tensors."""
+        return all(self._managed.found_in(tensor) for tensor in tensors)
+
     def is_stale(self) -> bool:
         """Whether a tensor is gone, or the store has packed one anew."""
         return self._managed.is_stale()
