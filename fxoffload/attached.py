@@ -75,6 +75,16 @@ def refuse_nested(attachment: Attachment) -> None:
         )
 
 
+def dissolve_parts(root: torch.nn.Module) -> None:
+    """Parts of the model that were compiled for our backend and called before are offloaded with it from now on."""
+    parts = {id(module) for module in root.modules() if module is not root}
+    engines = [find_engine([tensor]) for tensor in (*root.parameters(), *root.buffers())]
+    for engine in {id(engine): engine for engine in engines if engine is not None}.values():
+        if engine.root is not None and id(engine.root()) in parts:
+            with engine.lock:
+                engine.dissolve()
+
+
 @contextmanager
 def held(weights: Sequence[torch.Tensor]) -> Generator[bool, None, None]:
     """Keep the model that has these weights from running, or False where it runs now, in this thread or in another.

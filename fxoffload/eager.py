@@ -14,22 +14,32 @@ own. Another backend's graphs break around every unit, and compute the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fxoffload.attached import attached_beside, attachment_of, forget, refuse_apart, refuse_nested, remember, running_beside
+from fxoffload.attached import (
+    attached_beside,
+    attachment_of,
+    dissolve_parts,
+    forget,
+    refuse_apart,
+    refuse_nested,
+    remember,
+    running_beside,
+)
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
 from fxoffload.devices import available_device
-from fxoffload.engine import Engine, engine_for, find_engine
+from fxoffload.engine import Engine, engine_for
 from fxoffload.entries import Entry, Hook, RootHook, apart, is_called, is_compiled
 from fxoffload.errors import GradientError, OffloadError
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
 from fxoffload.planned import Retied
+from fxoffload.storages import is_differentiated
 from fxoffload.units import Units
 from fxoffload.ways import Ways
 
@@ -59,7 +69,7 @@ class Attachment:
     def __init__(self, root: torch.nn.Module, config: OffloadConfig, units: Units | None) -> None:
         self._root = weakref.ref(root)
         self.config = config
-        _dissolve_parts(root)
+        dissolve_parts(root)
         self.engine: Engine = engine_for(
             [*root.parameters(), *root.buffers()],
             root,
@@ -271,6 +281,7 @@ class Attachment:
 
     def _hand_out(self, result: Any) -> Any:
         assert self._running is not None
+        self._refuse_gradients("results", tensors_in(result))
         return self._running.hand_out(result)
 
     def _module(self, unit: int) -> torch.nn.Module:
@@ -280,8 +291,10 @@ class Attachment:
         self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         refuse_nested(self)
+        self._refuse_gradients("inputs", tensors_in((args, kwargs)))
         follower = self._ways.follower(entry)
-        self._refuse_gradients(follower)
+        if torch.is_grad_enabled():
+            self._refuse_gradients("weights", follower.weights())
         args, kwargs = self._to_onload((args, kwargs))
         shared = self.engine.shared_budget(self.config)
         if shared is not None:
@@ -327,19 +340,15 @@ class Attachment:
             finally:
                 self.engine.lock.release()
 
-    def _refuse_gradients(self, follower: Follower) -> None:
-        if torch.is_grad_enabled() and follower.requires_grad:
+    def _refuse_gradients(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
+        name = type(self.root).__name__
+        if is_differentiated():
             raise GradientError(
-                f"eager: {type(self.root).__name__}: its weights require gradients, and weights are streamed for inference only; "
+                f"eager: {name}: a transform of torch.func that is not vmap calls it, and fxoffload streams weights for "
+                "inference only; call the model outside of torch.func.grad, jvp and their like"
+            )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise GradientError(
+                f"eager: {name}: its {what} require gradients, and weights are streamed for inference only; "
                 "call the model under torch.no_grad() or torch.inference_mode()"
             )
-
-
-def _dissolve_parts(root: torch.nn.Module) -> None:
-    """Parts of the model that were compiled for our backend and called before are offloaded with it from now on."""
-    parts = {id(module) for module in root.modules() if module is not root}
-    engines = [find_engine([tensor]) for tensor in (*root.parameters(), *root.buffers())]
-    for engine in {id(engine): engine for engine in engines if engine is not None}.values():
-        if engine.root is not None and id(engine.root()) in parts:
-            with engine.lock:
-                engine.dissolve()

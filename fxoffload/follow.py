@@ -105,10 +105,9 @@ class Follower(Planned):
     def machine(self) -> Machine:
         return self._machine
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether one of the weights does."""
-        return any(t.requires_grad for t in (*self._managed.tensors(), *self._managed.wrappers()))
+    def weights(self) -> list[torch.Tensor]:
+        """All tensors of the model, and the wrappers that they are in."""
+        return [*self._managed.tensors(), *self._managed.wrappers()]
 
     def moves(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all of these are among its tensors."""
