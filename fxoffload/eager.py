@@ -165,7 +165,9 @@ class Attachment:
             # Detached, and somebody kept the stand-in.
             return method(*args, **kwargs)
         with self.engine.turn(self.config):
-            if self._running is not None and (self._alone is None or self._is_in_root()):
+            inside = self._running is not None and (self._alone is None or self._is_in_root())
+            if inside or not self._hooks:
+                # Without hooks: detached while this waited for its turn.
                 return method(*args, **kwargs)
             args, kwargs, looking = apart(self._begin_entry, entry, args, kwargs)
             completed = False
@@ -201,6 +203,8 @@ class Attachment:
         root = self.root
         theirs = root.forward
         with self.engine.turn(self.config):
+            if not self._hooks:
+                return None
             if self._alone is root and not is_called(root, beyond=True):
                 # Interrupted, and the hook never ran.
                 self._end_alone(completed=False)
@@ -237,6 +241,8 @@ class Attachment:
             if self._is_lent(unit):
                 return None
         with self.engine.turn(self.config):
+            if not self._hooks:
+                return None
             if self._alone is not None and not is_called(self._alone, beyond=self._alone == self._module(unit)):
                 # A call of a unit on its own was interrupted, and its hook never ran.
                 self._end_alone(completed=False)
