@@ -77,7 +77,8 @@ def hold_pipeline(pipeline: Any, device: torch.device, names: tuple[str, ...]) -
         if asked is not None:
             raise OffloadError(
                 f"pipelines: {kind.__name__}.to({str(asked)!r}): its components ({', '.join(names)}) are offloaded and run on "
-                f"{str(device)!r} already; leave the call out, or call fxoffload.remove_layerwise_offload(pipeline) first"
+                f"{str(device)!r} already; leave the call out (enable_model_cpu_offload and enable_sequential_cpu_offload of "
+                "diffusers make it), or call fxoffload.remove_layerwise_offload(pipeline) first"
             )
         return kind.to(self, *args, **kwargs)
 

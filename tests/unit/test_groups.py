@@ -31,7 +31,9 @@ def test_a_pipeline_runs_on_the_onload_device_until_its_offloading_is_removed() 
             call()
         assert str(error.value) == (
             "pipelines: Placed.to('cuda'): its components (text_encoder, transformer, vae) are offloaded and run on 'cpu' "
-            "already; leave the call out, or call fxoffload.remove_layerwise_offload(pipeline) first"
+            "already; leave the call out (enable_model_cpu_offload "
+            "and enable_sequential_cpu_offload of diffusers make it), "
+            "or call fxoffload.remove_layerwise_offload(pipeline) first"
         )
     group.remove()
     assert type(pipeline) is Placed
