@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxoffload.engine import find_engine
+from fxoffload.engine import Engine, find_engine
 from fxoffload.errors import OffloadError
+from fxoffload.select import nbytes_below, own_tensors
 
 if TYPE_CHECKING:
     from fxoffload.eager import Attachment
@@ -34,6 +35,54 @@ def attachment_of(root: torch.nn.Module) -> Attachment | None:
     """What offloads this model without a compiler, or None."""
     found = _attachment_of.get(root)
     return found() if found is not None else None
+
+
+def attached_beside(root: torch.nn.Module) -> list[tuple[torch.nn.Module, Attachment]]:
+    """Other offloaded models that have modules with weights in common with this one, and what offloads them."""
+    mine = {module for module in root.modules() if any(own_tensors(module))}
+    return [(other, found) for other, found in _attached() if other is not root and not mine.isdisjoint(other.modules())]
+
+
+def running_beside(attachment: Attachment) -> list[Attachment]:
+    """What offloads other models by the same engine, and is inside of a call."""
+    engine = attachment.engine
+    return [other for _, other in _attached() if other.engine is engine and other is not attachment and other.runs_here()]
+
+
+def _attached() -> list[tuple[torch.nn.Module, Attachment]]:
+    roots = [root for found in _attachment_of.keyrefs() if (root := found()) is not None]
+    return [(root, attachment) for root in roots if (attachment := attachment_of(root)) is not None]
+
+
+def refuse_apart(root: torch.nn.Module, engine: Engine) -> None:
+    """Raises OffloadError where a model that another engine serves has modules of this one: each would move their weights."""
+    for other, attachment in attached_beside(root):
+        if attachment.engine is not engine:
+            theirs = set(other.modules())
+            name = next(name for name, module in root.named_modules() if module in theirs and nbytes_below(module))
+            raise OffloadError(
+                f"eager: {type(root).__name__}: {type(other).__name__}, which was offloaded apart from it, has its "
+                f"{name or 'root'} too; call fxoffload.remove_layerwise_offload on both, then offload both to the same device"
+            )
+
+
+def refuse_nested(attachment: Attachment) -> None:
+    """Raises OffloadError in a forward of another model of the same engine, whose arena is in the state of that one's plan."""
+    for other in running_beside(attachment):
+        raise OffloadError(
+            f"eager: {type(attachment.root).__name__}: a forward of {type(other.root).__name__} calls it, and both are offloaded "
+            "with weights in common; call fxoffload.remove_layerwise_offload on the inner one, or offload one model of both"
+        )
+
+
+def dissolve_parts(root: torch.nn.Module) -> None:
+    """Parts of the model that were compiled for our backend and called before are offloaded with it from now on."""
+    parts = {id(module) for module in root.modules() if module is not root}
+    engines = [find_engine([tensor]) for tensor in (*root.parameters(), *root.buffers())]
+    for engine in {id(engine): engine for engine in engines if engine is not None}.values():
+        if engine.root is not None and id(engine.root()) in parts:
+            with engine.lock:
+                engine.dissolve()
 
 
 @contextmanager

@@ -77,13 +77,31 @@ def hold_pipeline(pipeline: Any, device: torch.device, names: tuple[str, ...]) -
         if asked is not None:
             raise OffloadError(
                 f"pipelines: {kind.__name__}.to({str(asked)!r}): its components ({', '.join(names)}) are offloaded and run on "
-                f"{str(device)!r} already; leave the call out, or call fxoffload.remove_layerwise_offload(pipeline) first"
+                f"{str(device)!r} already; leave the call out (enable_model_cpu_offload and enable_sequential_cpu_offload of "
+                "diffusers make it), or call fxoffload.remove_layerwise_offload(pipeline) first"
             )
         return kind.to(self, *args, **kwargs)
 
+    def reduced(self: Any, protocol: Any) -> Any:
+        """A deep copy or a pickle is a plain pipeline."""
+        reduce: Any = kind.__reduce_ex__
+        make, given, *rest = reduce(self, protocol)
+        return _made, (make, *(kind if value is type(self) else value for value in given)), *rest
+
+    def copied(self: Any) -> Any:
+        """A shallow copy has the same components, which are offloaded."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    copies = {"__reduce_ex__": reduced, **({"__copy__": copied} if hasattr(pipeline, "__dict__") else {})}
     same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     moved = {"to": to} if hasattr(kind, "to") else {}
-    pipeline.__class__ = type(kind.__name__, (kind,), {**same, **replaced, **moved, "__slots__": (), _CLASS: kind})
+    pipeline.__class__ = type(kind.__name__, (kind,), {**same, **replaced, **moved, **copies, "__slots__": (), _CLASS: kind})
+
+
+def _made(make: Any, *given: Any) -> Any:
+    return make(*given)
 
 
 def release_pipeline(pipeline: Any) -> None:

@@ -14,22 +14,32 @@ own. Another backend's graphs break around every unit, and compute the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fxoffload.attached import attachment_of, forget, remember
+from fxoffload.attached import (
+    attached_beside,
+    attachment_of,
+    dissolve_parts,
+    forget,
+    refuse_apart,
+    refuse_nested,
+    remember,
+    running_beside,
+)
 from fxoffload.config import OffloadConfig
 from fxoffload.containers import tensors_in, to_device
 from fxoffload.devices import available_device
-from fxoffload.engine import Engine, engine_for, find_engine
+from fxoffload.engine import Engine, engine_for
 from fxoffload.entries import Entry, Hook, RootHook, apart, is_called, is_compiled
 from fxoffload.errors import GradientError, OffloadError
 from fxoffload.follow import Follower
 from fxoffload.foreign import refuse_foreign_hooks
 from fxoffload.planned import Retied
+from fxoffload.storages import is_differentiated
 from fxoffload.units import Units
 from fxoffload.ways import Ways
 
@@ -59,9 +69,13 @@ class Attachment:
     def __init__(self, root: torch.nn.Module, config: OffloadConfig, units: Units | None) -> None:
         self._root = weakref.ref(root)
         self.config = config
-        _dissolve_parts(root)
+        dissolve_parts(root)
         self.engine: Engine = engine_for(
-            [*root.parameters(), *root.buffers()], root, config, available_device(config.onload_device)
+            [*root.parameters(), *root.buffers()],
+            root,
+            config,
+            available_device(config.onload_device),
+            beside=next((other.engine for _, other in attached_beside(root)), None),
         )
         self._ways = Ways(self.engine, config, root, units, self._hook_anew)
         self._hooks: list[RemovableHandle] = []
@@ -70,6 +84,7 @@ class Attachment:
         self._alone: torch.nn.Module | None = None
         """The unit that was called outside all entries; or the root, by a forward that somebody put in place of the entry."""
         try:
+            refuse_apart(root, self.engine)
             self._ways.look()
             self._stand_in(root)
         except BaseException:
@@ -150,7 +165,9 @@ class Attachment:
             # Detached, and somebody kept the stand-in.
             return method(*args, **kwargs)
         with self.engine.turn(self.config):
-            if self._running is not None and (self._alone is None or self._is_in_root()):
+            inside = self._running is not None and (self._alone is None or self._is_in_root())
+            if inside or not self._hooks:
+                # Without hooks: detached while this waited for its turn.
                 return method(*args, **kwargs)
             args, kwargs, looking = apart(self._begin_entry, entry, args, kwargs)
             completed = False
@@ -186,6 +203,8 @@ class Attachment:
         root = self.root
         theirs = root.forward
         with self.engine.turn(self.config):
+            if not self._hooks:
+                return None
             if self._alone is root and not is_called(root, beyond=True):
                 # Interrupted, and the hook never ran.
                 self._end_alone(completed=False)
@@ -217,7 +236,13 @@ class Attachment:
 
     def enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A unit is called. Returns its arguments, where they had to come to the device first."""
+        with self.engine.lock:
+            # Without a turn, which a thread that waits for the engine may have: the budget of this model may be another one.
+            if self._is_lent(unit):
+                return None
         with self.engine.turn(self.config):
+            if not self._hooks:
+                return None
             if self._alone is not None and not is_called(self._alone, beyond=self._alone == self._module(unit)):
                 # A call of a unit on its own was interrupted, and its hook never ran.
                 self._end_alone(completed=False)
@@ -252,8 +277,17 @@ class Attachment:
                 self._end_alone(completed=True)
         return None if kept is result else kept
 
+    def _is_lent(self, unit: int) -> bool:
+        """Whether a forward of another model runs here that has this module too, and moves its weights."""
+        return self._running is None and any(other.moves(self._module(unit)) for other in running_beside(self))
+
+    def moves(self, module: torch.nn.Module) -> bool:
+        """Whether the forward that runs moves all weights of a module."""
+        return self._running is not None and self._running.moves([*module.parameters(), *module.buffers()])
+
     def _hand_out(self, result: Any) -> Any:
         assert self._running is not None
+        self._refuse_gradients("results", tensors_in(result))
         return self._running.hand_out(result)
 
     def _module(self, unit: int) -> torch.nn.Module:
@@ -262,8 +296,11 @@ class Attachment:
     def _begin(
         self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ordered: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        refuse_nested(self)
+        self._refuse_gradients("inputs", tensors_in((args, kwargs)))
         follower = self._ways.follower(entry)
-        self._refuse_gradients(follower)
+        if torch.is_grad_enabled():
+            self._refuse_gradients("weights", follower.weights())
         args, kwargs = self._to_onload((args, kwargs))
         shared = self.engine.shared_budget(self.config)
         if shared is not None:
@@ -309,19 +346,15 @@ class Attachment:
             finally:
                 self.engine.lock.release()
 
-    def _refuse_gradients(self, follower: Follower) -> None:
-        if torch.is_grad_enabled() and follower.requires_grad:
+    def _refuse_gradients(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
+        name = type(self.root).__name__
+        if is_differentiated():
             raise GradientError(
-                f"eager: {type(self.root).__name__}: its weights require gradients, and weights are streamed for inference only; "
+                f"eager: {name}: a transform of torch.func that is not vmap calls it, and fxoffload streams weights for "
+                "inference only; call the model outside of torch.func.grad, jvp and their like"
+            )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise GradientError(
+                f"eager: {name}: its {what} require gradients, and weights are streamed for inference only; "
                 "call the model under torch.no_grad() or torch.inference_mode()"
             )
-
-
-def _dissolve_parts(root: torch.nn.Module) -> None:
-    """Parts of the model that were compiled for our backend and called before are offloaded with it from now on."""
-    parts = {id(module) for module in root.modules() if module is not root}
-    engines = [find_engine([tensor]) for tensor in (*root.parameters(), *root.buffers())]
-    for engine in {id(engine): engine for engine in engines if engine is not None}.values():
-        if engine.root is not None and id(engine.root()) in parts:
-            with engine.lock:
-                engine.dissolve()

@@ -336,16 +336,21 @@ def models_beside(engine: Engine, root: torch.nn.Module) -> list[torch.nn.Module
 
 
 def engine_for(
-    tensors: Sequence[torch.Tensor], root: torch.nn.Module | None, config: OffloadConfig, device: torch.device
+    tensors: Sequence[torch.Tensor],
+    root: torch.nn.Module | None,
+    config: OffloadConfig,
+    device: torch.device,
+    *,
+    beside: Engine | None = None,
 ) -> Engine:
-    """The engine of the model that has these weights, made if there is none.
+    """The engine of the model that has these weights, or that of a model `beside` it, made if there is none.
 
     Raises ConfigError where its copies were set up in another way than this config says.
     """
     with _lock:
         engine = find_engine(tensors)
         if engine is None and root is not None:
-            engine = _engine_of_root.get(root)
+            engine = _engine_of_root.get(root, beside)
         if engine is None or engine.device != device:
             engine = Engine(root, device, overlap=config.async_transfer)
         elif engine.overlap != config.async_transfer:

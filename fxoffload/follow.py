@@ -105,10 +105,13 @@ class Follower(Planned):
     def machine(self) -> Machine:
         return self._machine
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether one of the weights does."""
-        return any(t.requires_grad for t in (*self._managed.tensors(), *self._managed.wrappers()))
+    def weights(self) -> list[torch.Tensor]:
+        """All tensors of the model, and the wrappers that they are in."""
+        return [*self._managed.tensors(), *self._managed.wrappers()]
+
+    def moves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all of these are among its tensors."""
+        return all(self._managed.found_in(tensor) for tensor in tensors)
 
     def is_stale(self) -> bool:
         """Whether a tensor is gone, or the store has packed one anew."""

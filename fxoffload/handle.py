@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxoffload import api
-from fxoffload.attached import attachment_of
+from fxoffload.attached import attached_beside, attachment_of
 from fxoffload.budget import Budget
 from fxoffload.config import OffloadConfig
 from fxoffload.eager import Attachment, attach
-from fxoffload.engine import Stats, find_engine
+from fxoffload.engine import Stats
 from fxoffload.errors import OffloadError
 from fxoffload.planner import persistent_indices
 from fxoffload.sizes import show_size
@@ -207,10 +207,8 @@ def offload_module(root: torch.nn.Module, config: OffloadConfig) -> LayerwiseOff
 
 
 def _ancestors(root: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model whose weights these are, if `root` is part of one that is offloaded."""
-    engine = find_engine([*root.parameters(), *root.buffers()])
-    owner = engine.root() if engine is not None and engine.root is not None else None
-    return [owner] if owner is not None and any(module is root for module in owner.modules()) else []
+    """Offloaded models that `root` is part of."""
+    return [other for other, _ in attached_beside(root) if any(module is root for module in other.modules())]
 
 
 def handle_of(root: torch.nn.Module) -> LayerwiseOffloadHandle | None:

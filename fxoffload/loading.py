@@ -56,7 +56,8 @@ def load_safetensors(
 
     `path`: a `.safetensors` file, the index of a sharded checkpoint, or a folder with one of either. `dtype` converts what is
     floating; None keeps the dtypes of the checkpoint. `strict`, missing and unexpected names, and parameters of another shape are
-    as in `load_state_dict`; a tied weight need be there under one of its names only. Parameters keep their `requires_grad`.
+    as in `load_state_dict`; a tied weight need be there under one of its names only,
+    also where the model has to tie it (its `tie_weights`). Parameters keep their `requires_grad`.
 
     The host holds the weights once, also while this runs. Raises RuntimeError as `load_state_dict` does; OffloadError for files
     that cannot be read, where host memory does not suffice, and where `strict` and tensors would stay on the meta device. The
@@ -64,9 +65,9 @@ def load_safetensors(
     """
     root = module_of(model)
     stored = find_tensors(Path(path))
-    expected: dict[str, torch.Tensor] = root.state_dict(keep_vars=True)
-    source_of = _sources(expected, stored)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _restored(root):
+        expected = _tied(root, stored)
+        source_of = _sources(expected, stored)
         empty = {name: torch.empty(entry.shape, dtype=_dtype(entry, dtype), device="meta") for name, entry in stored.items()}
         with _restored(root, always=True):
             # Without a byte read, to know what is missing and what nobody asks for.
@@ -80,9 +81,21 @@ def load_safetensors(
         read = {source: stored[source] for name, source in source_of.items() if name not in outcome.unexpected_keys}
         _check_room(root, read, dtype)
         tensors = _read(_groups(root, read), read, dtype, progress=progress)
-        with _restored(root):
-            root.load_state_dict(_state(expected, source_of, tensors), strict=strict, assign=True)
+        root.load_state_dict(_state(expected, source_of, tensors), strict=strict, assign=True)
     return Loaded(list(outcome.missing_keys), list(outcome.unexpected_keys))
+
+
+def _tied(root: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    """The model's state. Where the checkpoint lacks a part of it, the model ties its weights first, if it knows how to.
+
+    A model of transformers that is made in `accelerate.init_empty_weights()` has lost its ties.
+    """
+    expected: dict[str, torch.Tensor] = root.state_dict(keep_vars=True)
+    tie: Any = getattr(root, "tie_weights", None)
+    if callable(tie) and any(tensor.is_meta and name not in stored for name, tensor in expected.items()):
+        tie()
+        expected = root.state_dict(keep_vars=True)
+    return expected
 
 
 def _sources(expected: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> dict[str, str]:

@@ -141,6 +141,10 @@ class LayerwiseOffloadHandleGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.remove()
 
+    def __reduce__(self) -> Any:
+        """A copy of the pipeline, which has this as an attribute, has none: it is not offloaded."""
+        return type(None), ()
+
     def __repr__(self) -> str:
         what = "removed" if self.is_removed else f"{', '.join(self.root_names)} on {self.onload_device}"
         return f"<LayerwiseOffloadHandleGroup {type(self.source).__name__}: {what}>"

@@ -1,6 +1,6 @@
 """Which storage a tensor lies in, and which tensors a value is: two tensors alias when their storage is the same."""
 
-# Private names of torch: storage identity, pytrees, and what `vmap` wraps. Checked on torch 2.11 and 2.13.
+# Private names of torch: storage identity, pytrees, and what `torch.func` wraps. Checked on torch 2.11 and 2.13.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from fxoffload.wrappers import flatten, is_wrapper
@@ -23,6 +23,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether `vmap` runs, and hides a dimension of the tensor. It has no storage; what is below it has."""
     return is_functorch_wrapped_tensor(tensor)
+
+
+def is_differentiated() -> bool:
+    """Whether a transform of torch.func other than `vmap` runs, such as `grad` or `jvp`: every new tensor is one of its own."""
+    return any(transform.key() != TransformType.Vmap for transform in get_interpreter_stack() or ())
 
 
 def plain_tensors(value: Any) -> list[torch.Tensor]:

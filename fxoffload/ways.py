@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from fxoffload.attached import refuse_apart
 from fxoffload.calibrate import machine_of
 from fxoffload.config import OffloadConfig
 from fxoffload.engine import Engine
 from fxoffload.errors import BudgetError
 from fxoffload.follow import Follower
+from fxoffload.foreign import refuse_foreign_hooks
 from fxoffload.pack import all_tensors
 from fxoffload.units import Units, find_units, split_limit
 from fxoffload.wrappers import Part, find_parts
@@ -136,6 +138,8 @@ class Ways:
         same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._structure)
         if same and all(id(part.tensor) == key for key, part in self._parts.items()):
             return
+        refuse_foreign_hooks(root)
+        refuse_apart(root, self._engine)
         former, given = self.units, self._given
         self._given = None
         units, parts = self._find(), find_parts(root, self._engine.device)

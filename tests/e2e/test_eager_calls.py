@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxoffload
-from fxoffload.errors import OffloadError
+from fxoffload.errors import GradientError, OffloadError
 from tests.checks import assert_state, snapshot
 from tests.models import Toy, toy
 from tests.twins import call_under_no_grad, check, inputs, nbytes_of, twins
@@ -124,6 +124,51 @@ def test_an_input_without_bytes_is_an_error_and_the_next_right_call_works() -> N
                     call_under_no_grad(part, wrong)
             check(model, plain, inputs(2))
             check(model.blocks[1], plain.blocks[1], inputs(1), streams=False)
+
+
+def test_gradients_of_inputs_are_an_error_and_inputs_that_could_have_some_are_none() -> None:
+    with twins(lambda: Toy(5), part=0.5) as (model, plain):
+        check(model, plain, inputs(2))
+        given = inputs(1)[0].requires_grad_()
+        for part in (model, model.blocks[1]):
+            with pytest.raises(
+                GradientError, match=r"Toy: its inputs require gradients, .* torch\.no_grad\(\) or torch\.inference"
+            ):
+                part(given)
+        check(model, plain, [given])
+        check(model.blocks[1], plain.blocks[1], [given], streams=False)
+
+
+class Prompted(Toy):
+    """Adds what it has from elsewhere, which is no input and no parameter."""
+
+    prompt = (torch.ones(16, requires_grad=True),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.prompt[0])
+
+
+def test_gradients_of_what_comes_from_elsewhere_are_an_error() -> None:
+    with twins(lambda: Prompted(5), part=0.5) as (model, plain):
+        with pytest.raises(GradientError, match=r"Prompted: its results require gradients, .* call the model under"):
+            model(inputs(1)[0])
+        check(model, plain, inputs(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("ran", [False, True])
+def test_vmap_is_the_transform_of_torch_func_that_works(ran: bool) -> None:
+    with twins(lambda: Toy(5), part=0.5, eager_offload=False) as (model, plain):
+        given = inputs(1)[0]
+        if ran:
+            check(model, plain, inputs(2))
+        for part in (model, model.blocks[1]):
+            with pytest.raises(GradientError, match=r"transform of torch\.func that is not vmap calls it, and fxoffload streams"):
+                torch.func.grad(lambda x, part=part: part(x).sum())(given)
+            with pytest.raises(GradientError, match=r"transform of torch\.func that is not vmap"):
+                torch.func.jvp(part, (given,), (given,))
+        check(torch.vmap(model), torch.vmap(plain), inputs(2), streams=False)
+        check(model, plain, inputs(2))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

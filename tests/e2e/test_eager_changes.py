@@ -18,6 +18,7 @@ from torch import nn
 import fxoffload
 from fxoffload import api
 from fxoffload.attached import attachment_of
+from fxoffload.engine import find_engine
 from fxoffload.errors import BudgetError, GradientError, OffloadError, OffloadWarning
 from fxoffload.handle import LayerwiseOffloadHandle
 from tests.checks import assert_state, snapshot
@@ -162,6 +163,30 @@ def test_detached_models_keep_edits_and_can_be_attached_again() -> None:
         attachment.detach()
         check(model, plain, inputs(1), streams=False)
         assert_state(model, snapshot(plain))
+
+
+def test_a_model_that_is_detached_while_a_call_waits_for_its_turn() -> None:
+    plain = seeded(lambda: Toy(4))
+    for entered in ("forward", "a block", "another forward"):
+        model = seeded(lambda: Toy(4))
+        attachment = offload(model, part=2.0)
+        check(model, plain, inputs(2), streams=False)
+        turn = attachment.engine.turn
+
+        def late(config: Any, attachment: Any = attachment, turn: Any = turn) -> Any:
+            """The turn comes when another thread has detached the model."""
+            attachment.detach()
+            return turn(config)
+
+        attachment.engine.turn = late
+        part, twin = (model.blocks[1], plain.blocks[1]) if entered == "a block" else (model, plain)  # type: ignore[index]
+        if entered == "another forward":
+            model.forward = type(model).forward.__get__(model)
+        check(part, twin, inputs(1), streams=False)
+        assert attachment._running is None
+        assert find_engine([*model.parameters()]) is None
+        offload(model)
+        check(model, plain, inputs(2))
 
 
 def test_nothing_is_held_when_the_model_is_gone() -> None:

@@ -20,7 +20,7 @@ from fxoffload import hostmemory
 from fxoffload.errors import OffloadError
 from fxoffload.hostmemory import HostMemory
 from tests.checks import offload, snapshot
-from tests.models import Toy, rows, toy
+from tests.models import Toy, rows, seeded, toy
 
 
 def on_meta(make: Callable[[], Any] = lambda: Toy(4)) -> Any:
@@ -102,6 +102,30 @@ def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
         assert fxoffload.load_safetensors(model, tmp_path) == ([], [])
         assert model.out.weight is model.inp.weight
         assert torch.equal(model(rows(0)), plain(rows(0)))
+
+
+class Tying(Toy):
+    """Ties its weights as models of transformers do."""
+
+    def tie_weights(self) -> None:
+        self.out.weight = self.inp.weight
+
+
+@pytest.mark.parametrize("left_out", ["out.weight", "blocks.0.up.weight"])
+def test_ties_that_a_model_lost_on_the_meta_device(left_out: str, tmp_path: Path) -> None:
+    plain = seeded(lambda: Tying(4))
+    plain.tie_weights()  # type: ignore[operator]
+    save_file({k: v.clone() for k, v in plain.state_dict().items() if k != left_out}, tmp_path / "x.safetensors")
+    model = on_meta(lambda: Tying(4))
+    if left_out == "out.weight":
+        assert fxoffload.load_safetensors(model, tmp_path) == ([], [])
+        assert model.out.weight is model.inp.weight
+        assert torch.equal(model(rows(0)), plain(rows(0)))
+        return
+    before = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match=r'Missing key.*"blocks\.0\.up\.weight"'):
+        fxoffload.load_safetensors(model, tmp_path)
+    assert all(p is before[name] for name, p in model.named_parameters(remove_duplicate=False))
 
 
 class Rope(Toy):

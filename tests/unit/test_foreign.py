@@ -34,6 +34,22 @@ def test_accelerate() -> None:
     attach(model, OffloadConfig.from_options({"onload_device": "cpu"})).detach()
 
 
+def test_accelerate_after_offloading() -> None:
+    model, plain = toy(3), toy(3)
+    attachment = attach(model, OffloadConfig.from_options({"onload_device": "cpu"}))
+    given = torch.randn(2, 16)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(
+                OffloadError, match=r"AlignDevicesHook of accelerate .*; call accelerate\.hooks\.remove_hook_from"
+            ):
+                model(given)
+        remove_hook_from_module(model, recurse=True)
+        assert torch.equal(model(given), plain(given))
+    attachment.detach()
+
+
 def test_group_offloading() -> None:
     model = toy(3)
     apply_group_offloading(model, torch.device("cpu"), offload_type="leaf_level")

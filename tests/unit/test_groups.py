@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import nn
 import fxoffload
 from fxoffload import ConfigError, OffloadError
 from fxoffload.components import find_components
+from fxoffload.pipelines import group_of
 from tests.models import Toy, seeded, toy
 from tests.unit.handles import BUDGET, assert_equal, run
 from tests.unit.toy_pipelines import Placed, Plain, hooked, offload
@@ -31,11 +35,43 @@ def test_a_pipeline_runs_on_the_onload_device_until_its_offloading_is_removed() 
             call()
         assert str(error.value) == (
             "pipelines: Placed.to('cuda'): its components (text_encoder, transformer, vae) are offloaded and run on 'cpu' "
-            "already; leave the call out, or call fxoffload.remove_layerwise_offload(pipeline) first"
+            "already; leave the call out (enable_model_cpu_offload "
+            "and enable_sequential_cpu_offload of diffusers make it), "
+            "or call fxoffload.remove_layerwise_offload(pipeline) first"
         )
     group.remove()
     assert type(pipeline) is Placed
     assert vars(pipeline).keys() == vars(Placed()).keys()
+
+
+@pytest.mark.parametrize("make", [Plain, Placed])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipeline: pickle.loads(pickle.dumps(pipeline))], ids=["deep", "pickle"])
+def test_copies_and_pickles_are_plain_pipelines(make: type[Plain], copied: Callable[[Any], Any]) -> None:
+    pipeline = make()
+    wanted = pipeline()
+    with offload(pipeline):
+        twin = copied(pipeline)
+        assert type(twin) is make
+        assert group_of(twin) is None
+        assert fxoffload.get_layerwise_offload_handles(twin) == []
+        assert torch.equal(twin(), wanted)
+        with torch.no_grad():
+            twin.vae.out.weight.zero_()
+        assert torch.equal(pipeline(), wanted)
+        with offload(twin):
+            assert not torch.equal(twin(), wanted)
+
+
+def test_a_shallow_copy_has_the_same_components() -> None:
+    pipeline = Placed()
+    wanted = pipeline()
+    with offload(pipeline):
+        twin = copy.copy(pipeline)
+        assert twin.vae is pipeline.vae
+        assert twin.device == torch.device("cpu")
+        assert torch.equal(twin(), wanted)
+        with pytest.raises(OffloadError, match=r"Placed\.to"):
+            twin.to("cuda")
 
 
 def test_a_pipeline_without_a_dictionary_keeps_its_layout() -> None:
