@@ -36,6 +36,7 @@ import torch.fx as fx
 
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger
+from fxoffload.errors import ConfigError
 from fxoffload.names import identifier
 from fxoffload.profile import Compiled
 from fxoffload.split import segment_inputs, segment_key, segment_module
@@ -86,9 +87,12 @@ def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Ca
         from torch._dynamo.backends.debugging import aot_eager
 
         return aot_eager
-    from torch._inductor import list_mode_options
+    from torch._inductor import list_mode_options, list_options
     from torch._inductor.compile_fx import compile_fx
 
+    unknown = sorted(set(config.inductor or {}).difference(list_options()))
+    if unknown:
+        raise ConfigError(f"config: inductor: Inductor has no option {unknown[0]!r}; torch._inductor.list_options() names all")
     patches = {**(list_mode_options(config.mode) if config.mode else {}), **(config.inductor or {}), "triton.cudagraphs": False}
 
     def inductor(child: fx.GraphModule, inputs: list[Any]) -> Any:

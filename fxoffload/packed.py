@@ -12,8 +12,15 @@ import torch
 
 from fxoffload.regions import Region
 
-_OWN_USES = 3
-"""Of the storage of a view: the view, its storage as a Python object, and the question."""
+
+def _uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors have a storage, and a few more."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+_LONE = torch.empty(1)
+_OWN_USES = _uses(_LONE.untyped_storage())
+"""Of a storage that one tensor has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +79,7 @@ class HostTensor:
         """Whether another tensor than `tensor` has the memory of `view` (as one of a state dict), or torch moved it elsewhere."""
         storage, owner = self.view.untyped_storage(), self.tensor()
         mine = _OWN_USES + (owner is not None and owner.untyped_storage()._cdata == storage._cdata)
-        return self.view.data_ptr() != self.address or torch._C._storage_Use_Count(storage._cdata) > mine
+        return self.view.data_ptr() != self.address or _uses(storage) > mine
 
     def mode(self) -> torch.inference_mode:
         """In here memory is made that is to stand behind the tensor: made in the other mode, it would hide writes."""

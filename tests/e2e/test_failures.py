@@ -21,7 +21,7 @@ import fxoffload
 from fxoffload import api
 from fxoffload.attached import attachment_of
 from fxoffload.engine import Engine, find_engine
-from fxoffload.errors import OffloadError, OffloadWarning
+from fxoffload.errors import ConfigError, OffloadError, OffloadWarning
 from fxoffload.hostmemory import HostMemory
 from fxoffload.store import HostStore
 from tests.checks import assert_state, assert_streams, halve, offload, snapshot
@@ -369,3 +369,8 @@ def test_a_size_that_depends_on_values() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)
         assert torch.equal(offload(model, fullgraph=False)(rows(0)), reference(rows(0)))
+
+
+def test_an_option_that_inductor_does_not_have() -> None:
+    with pytest.raises(ConfigError, match="config: inductor: Inductor has no option 'max_autotun'; "), torch.no_grad():
+        offload(toy(2), segment_compiler="inductor", inductor={"max_autotun": True})(rows(0))
