@@ -20,7 +20,7 @@ def _uses(storage: torch.UntypedStorage) -> int:
 
 _LONE = torch.empty(1)
 _OWN_USES = _uses(_LONE.untyped_storage())
-"""Of a storage that one tensor has."""
+"""Of a storage that one tensor has. One that is a view of another one keeps that, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class HostTensor:
     def is_aliased(self) -> bool:
         """Whether another tensor than `tensor` has the memory of `view` (as one of a state dict), or torch moved it elsewhere."""
         storage, owner = self.view.untyped_storage(), self.tensor()
-        mine = _OWN_USES + (owner is not None and owner.untyped_storage()._cdata == storage._cdata)
+        mine = _OWN_USES + self.view._is_view() + (owner is not None and owner.untyped_storage()._cdata == storage._cdata)
         return self.view.data_ptr() != self.address or _uses(storage) > mine
 
     def mode(self) -> torch.inference_mode:

@@ -194,6 +194,27 @@ def test_what_lies_in_the_memory_of_one_that_is_gone_is_packed_where_it_lies() -
     assert torch.equal(other, values)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_who_else_has_the_memory_of_a_weight_is_known(inference: bool) -> None:
+    host = HostStore(torch.device("cpu"))
+    with torch.inference_mode(inference):
+        weight = torch.rand(4, 4)
+    packed = host.pack("b", [("w", weight)]).weights[0].whole
+    assert not packed.is_aliased()
+    aside = weight.detach()
+    assert packed.is_aliased()
+    del aside
+    assert not packed.is_aliased()
+    kept = weight.data
+    del weight
+    assert packed.is_aliased()
+    assert torch.equal(kept, packed.view)
+    del kept
+    assert not packed.is_aliased()
+    packed.view.untyped_storage().share_memory_()
+    assert packed.is_aliased()
+
+
 def test_rebind_swaps() -> None:
     host = HostStore(torch.device("cpu"))
     (_, a), (_, b) = named = weights((4, 4), (4, 4))
