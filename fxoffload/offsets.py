@@ -100,13 +100,11 @@ def lay_out(
 
 
 def streams(problem: Problem, residents: frozenset[int], staging_nbytes: int) -> Iterator[Stream]:
-    """Two uses of one bucket are served by one load where little is copied between them, by several measures; or by one each."""
+    """Two uses of one bucket are served by one load within half of the look-ahead; where nothing is copied between; or never."""
     if staging_nbytes < 0:
         return
     seen: list[list[tuple[int, ...]]] = []
-    for merge_nbytes in (
-        (-1,) if problem.shared <= residents else (staging_nbytes // 2, staging_nbytes // 4, staging_nbytes // 8, 0, -1)
-    ):
+    for merge_nbytes in (-1,) if problem.shared <= residents else (staging_nbytes // 2, 0, -1):
         stream = make_stream(problem, residents, merge_nbytes)
         if stream.uses not in seen:
             seen.append(stream.uses)
