@@ -299,8 +299,7 @@ class Attachment:
         refuse_nested(self)
         self._refuse_gradients("inputs", tensors_in((args, kwargs)))
         follower = self._ways.follower(entry)
-        if torch.is_grad_enabled():
-            self._refuse_gradients("weights", follower.weights())
+        self._refuse_gradients("weights", follower.weights())
         args, kwargs = self._to_onload((args, kwargs))
         shared = self.engine.shared_budget(self.config)
         if shared is not None:

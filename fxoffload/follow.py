@@ -15,7 +15,7 @@ resident from then on. Where each tensor is meanwhile is what `managed` knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,9 +105,10 @@ class Follower(Planned):
     def machine(self) -> Machine:
         return self._machine
 
-    def weights(self) -> list[torch.Tensor]:
+    def weights(self) -> Iterator[torch.Tensor]:
         """All tensors of the model, and the wrappers that they are in."""
-        return [*self._managed.tensors(), *self._managed.wrappers()]
+        yield from self._managed.tensors()
+        yield from self._managed.wrappers()
 
     def moves(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all of these are among its tensors."""

@@ -56,8 +56,8 @@ def load_safetensors(
 
     `path`: a `.safetensors` file, the index of a sharded checkpoint, or a folder with one of either. `dtype` converts what is
     floating; None keeps the dtypes of the checkpoint. `strict`, missing and unexpected names, and parameters of another shape are
-    as in `load_state_dict`; a tied weight need be there under one of its names only,
-    also where the model has to tie it (its `tie_weights`). Parameters keep their `requires_grad`.
+    as in `load_state_dict`; a tied weight need be there under one of its names only, also where the model has to tie it (its
+    `tie_weights`). Parameters keep their `requires_grad`.
 
     The host holds the weights once, also while this runs. Raises RuntimeError as `load_state_dict` does; OffloadError for files
     that cannot be read, where host memory does not suffice, and where `strict` and tensors would stay on the meta device. The
