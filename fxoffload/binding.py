@@ -182,6 +182,18 @@ class Binding(Planned):
     def captured(self) -> bool:
         return self._graphs is not None and self._graphs.held
 
+    @property
+    def settled(self) -> bool:
+        """Whether it runs as it will from now on, as long as nothing changes: for benchmarks, which time what comes then."""
+        return (
+            self.warm and self.plan is not None and (self._graphs is None or bool(self._graphs.refused) or self._graphs.settled)
+        )
+
+    @property
+    def captures_ms(self) -> list[float]:
+        """How long replays of the captures under this plan took that were timed (`pace`)."""
+        return [ms for times in self._graphs.times_ms.values() for ms in times] if self._graphs is not None else []
+
     def lose_captures(self, why: str) -> None:
         if self._graphs is not None:
             self._graphs.lose(why)

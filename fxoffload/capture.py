@@ -6,7 +6,7 @@ would be idle until the next one has evicted something: 2.4% of the step of FLUX
 stay outside, but for those that the planner can leave to the next forward (`planner.AS_SHORT`). With W such a load and L another:
 
                  in the graph                                     issued by the host behind each launch
-    prefetch L   copies:  wait free; copy; record ready L
+    prefetch L   copies:  wait free; copy; record ready L (; record mark (external))
     prefetch W   copies:  wait free; record go W (external)       outside:  wait go W; copy; record ready W
     wait L       compute: wait ready L
     wait W       compute: wait ready W (external)
@@ -14,6 +14,12 @@ stay outside, but for those that the planner can leave to the next forward (`pla
 An external event is a node of the graph: recorded by each launch, and waited for as the host recorded it last before a launch.
 The graph's own copies begin behind `sent`, the end of all that was issued outside before the launch: copies keep one order.
 Where a plan streams nothing there is no fork: a graph of one line is launched faster than one with a branch.
+
+The driver lays the nodes of a graph on streams of its own. It goes on with what was captured first behind a node, and begins
+another stream with the rest: where compute waits for a copy before the next copy is captured, compute goes on, and the copies
+begin anew, each time. Llama's decode in 3 GiB came to lie on 16 streams, of which those that are waiting hold the others up:
+copies ran 2 to 5 % slower, the more so the more replays were queued. A mark behind such a copy, an external event that nothing
+waits for, keeps the copies in one row: 2 streams and the whole link (`tests/bench/results/README.md`).
 
 An eviction that a prefetch waits for and that this forward has not come to is that of the forward before: the fork covers it.
 Everything that is recorded is kept as steps, too, for the judge (`verify_capture`).
@@ -68,6 +74,10 @@ class Capturer(Protocol):
         """With `record(stream)` and `wait(stream)`. An external one counts as recorded."""
         ...
 
+    def clock(self) -> Any:
+        """A timed event, with `record(stream)`, `query()` and `elapsed_time(later)` in ms."""
+        ...
+
     def on(self, stream: Any) -> Any:
         """A context in which work goes to a stream."""
         ...
@@ -106,6 +116,9 @@ class CaptureTransfer:
         self._overlap = capturer.copies is not capturer.compute
         self._sent = capturer.event(external=True)
         self._go = {load: capturer.event(external=True) for load in self._wraps}
+        self._mark = capturer.event(external=True)
+        self._last = ""
+        """The load whose copy is the last that was captured on the line of copies, if it is."""
         self._capturing = False
         self._fork: Any = None
         self._forked = False
@@ -117,7 +130,7 @@ class CaptureTransfer:
 
     def start(self) -> None:
         """A capture begins, and copies fork off here, should there be any."""
-        self._capturing, self._forked = True, False
+        self._capturing, self._forked, self._last = True, False, ""
         self._inside, self._behind, self._evicted = [], [], set()
         if self._overlap:
             self._fork = self._capturer.event(external=False)
@@ -184,9 +197,13 @@ class CaptureTransfer:
         self._inside.append(Step(self._line(COPIES), "copy", slot.load))
         self._copy_to(self._capturer.copies, slot)
         self._record(COPIES, slot.ready, f"ready {slot.load}")
+        self._last = slot.load if self._overlap else ""
 
     def wait(self, slot: Slot) -> None:
         if self._capturing:
+            if slot.load == self._last:
+                self._record(COPIES, self._mark, "mark")
+                self._last = ""
             self._wait(COMPUTE, slot.ready, f"ready {slot.load}")
         else:
             slot.ready.wait(self._capturer.caller())
@@ -224,6 +241,7 @@ class CaptureTransfer:
     def _prefetch_outside(self, slot: Slot) -> None:
         go = self._go[slot.load]
         self._record(COPIES, go, f"go {slot.load}")
+        self._last = ""
         line = self._line(OUTSIDE)
         self._behind += [
             Call(Step(line, "wait", f"go {slot.load}"), go.wait),

@@ -64,6 +64,9 @@ class CudaCapturer:
             event.record(self.caller())
         return event
 
+    def clock(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
     def on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)
 

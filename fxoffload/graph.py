@@ -4,6 +4,8 @@ A forward is captured when inputs of one kind (shapes, strides, dtypes) come for
 kernels are compiled and loaded. From then on a call copies its inputs into those of the capture, replays it, and hands out copies
 of its results. The warm-up sees captures too, so what they hold counts among the plan's activations.
 
+A capture whose first replays take longer than planned is made again, some times (`pace`).
+
 A capture is good for one plan in one arena. Of the model it reads residents, slots and, at the time of the replay, host memory:
 edits need nothing here, for `engine.present` and `engine.current` make the next forward restore what has to be restored.
 
@@ -18,21 +20,20 @@ import enum
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxoffload.capture import Call, Capturer, CaptureTransfer, Graph, SegmentRecorder
+from fxoffload.capture import Capturer, CaptureTransfer, SegmentRecorder
+from fxoffload.captured import Capture, result_of, twin
 from fxoffload.debug import logger, switches
-from fxoffload.edits import elements
 from fxoffload.errors import OffloadError, OffloadWarning, PlanError
 from fxoffload.names import identifier
+from fxoffload.pace import Pace, is_bound_by_copies, is_good
 from fxoffload.plan import Plan
 from fxoffload.program import Program
 from fxoffload.sizes import show_size
 from fxoffload.staged import Staged, Watcher
-from fxoffload.storages import storage_of
 from fxoffload.transfer import StreamTransfer, Transfer
 from fxoffload.verify_capture import check_capture
 from fxoffload.wrappers import is_wrapper
@@ -90,6 +91,8 @@ class Graphs:
         self._inputs = [(name, _kind(program, placeholder)) for _, placeholder, name in program.inputs]
         self._captures: dict[Key, Capture] = {}
         self._seen: set[Key] = set()
+        self.times_ms: dict[Key, list[float]] = {}
+        """Of each kind of inputs: how long replays took, capture by capture."""
         self._staged: Staged | None = None
         self._strikes = 0
         self._lost = ""
@@ -113,6 +116,8 @@ class Graphs:
         if key is None:
             return None
         found = self._captures.get(key)
+        if found is not None and found.pace is not None and (step_ms := found.pace.step_ms()) is not None:
+            found = self._judge(key, found, step_ms, plan.step_ms)
         if found is None and key in self._seen and len(self._captures) < MOST:
             found = self._capture(inputs, plan, make_staged)
             if found is not None:
@@ -120,6 +125,17 @@ class Graphs:
         if len(self._seen) < 8 * MOST:
             self._seen.add(key)
         return found
+
+    def _judge(self, key: Key, found: Capture, step_ms: float, planned_ms: float) -> Capture | None:
+        """Keep a capture that was timed, or give it back to be made again."""
+        times_ms = self.times_ms.setdefault(key, [])
+        times_ms.append(step_ms)
+        if is_good(times_ms, planned_ms):
+            found.pace = None
+            return found
+        logger.info("graph: a replay takes %.1f ms, planned were %.1f: captured again", step_ms, planned_ms)
+        self._give_back([self._captures.pop(key)])
+        return None
 
     def ran_uncaptured(self) -> None:
         """An uncaptured forward went well. If its capture had failed, the fault is not the model's: captures are given up."""
@@ -130,6 +146,11 @@ class Graphs:
     def held(self) -> bool:
         """Whether there are captures, which hold memory."""
         return bool(self._captures)
+
+    @property
+    def settled(self) -> bool:
+        """Whether there are captures, none of which may still be made again because it is slow."""
+        return self.held and all(capture.pace is None for capture in self._captures.values())
 
     def lose(self, why: str) -> None:
         """Others need the memory: give the captures back for now. The next call says so if that was once too often."""
@@ -142,11 +163,15 @@ class Graphs:
         """The plan or the arena goes: nothing that was captured is good any more."""
         self._drop()
         self._seen.clear()
+        self.times_ms.clear()
         self._staged = None
 
     def _drop(self) -> None:
         captures = list(self._captures.values())
         self._captures.clear()
+        self._give_back(captures)
+
+    def _give_back(self, captures: Sequence[Capture]) -> None:
         engine = self._engine()
         if not captures or engine is None:
             return
@@ -213,7 +238,7 @@ class Graphs:
         staged, transfer = self._staged, self._staged.transfer
         assert isinstance(transfer, CaptureTransfer)
         own = {
-            i: _twin(value)
+            i: twin(value)
             for i, (value, (_, kind)) in enumerate(zip(inputs, self._inputs, strict=True))
             if isinstance(value, torch.Tensor) and kind is _Kind.GIVEN and value.device == self._device
         }
@@ -240,8 +265,9 @@ class Graphs:
             capturer.release([graph])
             raise
         logger.info("graph: captured a forward of %d segments; captures hold %s", len(plan.segments), show_size(capturer.nbytes))
-        results = [_result(value, arguments) for value in outputs]
-        return Capture(staged, transfer, graph, behind, list(own.items()), results)
+        results = [result_of(value, arguments) for value in outputs]
+        pace = Pace(capturer) if is_bound_by_copies(plan) else None
+        return Capture(staged, transfer, graph, behind, list(own.items()), results, pace)
 
 
 def _kind(program: Program, placeholder: str) -> _Kind:
@@ -254,81 +280,3 @@ def _capturer_of(engine: Engine) -> Capturer:
     assert engine.capturer is not None
     assert not isinstance(engine.capturer, str)
     return engine.capturer
-
-
-def _twin(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same layout."""
-    with torch.inference_mode(False):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """One output of a capture. Where it is an input or a view of one: which, and how many elements behind its start."""
-
-    value: Any
-    source: int | None = None
-    shift: int = 0
-    itself: bool = False
-
-    def hand_out(self, inputs: Sequence[Any], copies: dict[int, torch.Tensor]) -> Any:
-        value = self.value
-        if self.source is not None:
-            given = inputs[self.source]
-            if self.itself:
-                return given
-            return given.as_strided(value.shape, value.stride(), given.storage_offset() + self.shift)
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.clone()
-        return copies[id(value)]
-
-
-def _result(value: Any, arguments: Sequence[Any]) -> _Result:
-    if not isinstance(value, torch.Tensor):
-        return _Result(value)
-    for i, argument in enumerate(arguments):
-        if not isinstance(argument, torch.Tensor) or argument.dtype != value.dtype:
-            continue
-        if storage_of(argument) == storage_of(value):
-            return _Result(value, i, int(value.storage_offset()) - int(argument.storage_offset()), value is argument)
-    return _Result(value)
-
-
-@dataclass(slots=True, eq=False)
-class Capture:
-    """One captured forward. `own`: its inputs that calls copy theirs into, by position."""
-
-    staged: Staged
-    transfer: CaptureTransfer
-    graph: Graph
-    behind: tuple[Call, ...]
-    own: list[tuple[int, torch.Tensor]]
-    results: list[_Result]
-    replays: int = 0
-
-    def replay(self, *inputs: Any) -> tuple[Any, ...]:
-        """A forward with these inputs. Its results are the caller's: later replays do not touch them."""
-        for i, mine in self.own:
-            _assign(mine, inputs[i])
-        self.transfer.launch(self.graph, self.behind)
-        self.replays += 1
-        counters, plan = self.transfer.counters, self.staged.plan
-        counters.prefetches += len(plan.loads)
-        counters.nbytes_copied += plan.streamed_nbytes
-        copies: dict[int, torch.Tensor] = {}
-        return tuple([result.hand_out(inputs, copies) for result in self.results])
-
-    def clear(self) -> Graph:
-        """Let go of all memory but the graph's."""
-        self.own, self.results, self.behind = [], [], ()
-        return self.graph
-
-
-def _assign(mine: torch.Tensor, given: torch.Tensor) -> None:
-    if mine.is_contiguous():
-        mine.copy_(given)
-    else:
-        # An expanded tensor has several elements in one place, which copy_ refuses to write.
-        elements(mine).copy_(elements(given))

@@ -87,10 +87,12 @@ def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Ca
         from torch._dynamo.backends.debugging import aot_eager
 
         return aot_eager
-    from torch._inductor import list_mode_options, list_options
+    from torch._inductor import config as settings
+    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    unknown = sorted(set(config.inductor or {}).difference(list_options()))
+    # `list_options` leaves out those that stand for others, such as `force_disable_caches`.
+    unknown = sorted(name for name in config.inductor or {} if not hasattr(settings, name))
     if unknown:
         raise ConfigError(f"config: inductor: Inductor has no option {unknown[0]!r}; torch._inductor.list_options() names all")
     patches = {**(list_mode_options(config.mode) if config.mode else {}), **(config.inductor or {}), "triton.cudagraphs": False}

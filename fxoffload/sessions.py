@@ -33,7 +33,7 @@ FLAGS = "flags"
 _LINK_NBYTES = 4 * GIB
 _BOUND_POINTS = 64
 _WARM_UPS = 4
-"""Forwards until ours has measured what activations take, and runs the plan that it made then."""
+"""Forwards until ours has measured what activations take, runs the plan that it made then, and has captured it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class Session:
     """A contender on one model."""
 
     warmups = 0
-    """Forwards that it needs besides those of every contender."""
+    """Forwards that it needs besides those of every contender. There may be more (`settled`)."""
     equals_itself = False
     """Every setting's output must equal, bit for bit, that of the first setting, which has everything resident."""
 
@@ -72,6 +72,10 @@ class Session:
     def call(self) -> torch.Tensor:
         """One forward: the first of the model's outputs."""
         return self.runs(**self.scene.inputs)[0]
+
+    def settled(self) -> bool:
+        """Whether forwards run as they will from now on."""
+        return True
 
     def facts(self) -> dict[str, Any]:
         """What it knows of the last forward, as fields of a row."""
@@ -154,6 +158,9 @@ class Compiled(Ours):
         device, compiler = self.scene.device, self.scene.compiler
         options: Any = {"memory_budget": nbytes, "onload_device": device, "segment_compiler": compiler, **self._options}
         self.runs = torch.compile(self.scene.model, backend=layerwise, fullgraph=True, dynamic=False, options=options)
+
+    def settled(self) -> bool:
+        return api.last_binding(self.scene.model).settled
 
     def bounds(self, step_ms: float) -> dict[str, Any] | None:
         """The windowed bound: this program's segment times, as a share of `step_ms`, and the link as it is now."""

@@ -26,6 +26,19 @@ class Event:
         assert isinstance(stream, str)
 
 
+class Clock(Event):
+    """Every second one stands for an end: `takes_ms` after the one before."""
+
+    def __init__(self, takes_ms: float) -> None:
+        self._takes_ms = takes_ms
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: Clock) -> float:
+        return later._takes_ms
+
+
 class Graph:
     """Runs the work once more, into the results that it had first."""
 
@@ -57,9 +70,20 @@ class Idle(Graph):
 
 
 class Capturer:
-    """`capture.Capturer` for the CPU. A capture holds `each` bytes. `idle`: graphs do nothing."""
+    """`capture.Capturer` for the CPU. A capture holds `each` bytes. `idle`: graphs do nothing.
 
-    def __init__(self, engine: Engine | None = None, *, overlap: bool = True, each: int = 0, idle: bool = False) -> None:
+    `takes_ms`: how long replays of the first capture, the second and so on take, by its clocks; the last is for all others.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        *,
+        overlap: bool = True,
+        each: int = 0,
+        idle: bool = False,
+        takes_ms: Sequence[float] = (0.0,),
+    ) -> None:
         self.compute = "compute"
         self.copies = "copies" if overlap else self.compute
         self.transfer: CaptureTransfer | None = None
@@ -68,6 +92,7 @@ class Capturer:
         self._engine = engine
         self._each = each
         self._kind = Idle if idle else Graph
+        self._takes_ms = takes_ms
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +106,9 @@ class Capturer:
 
     def event(self, *, external: bool) -> Event:
         return Event()
+
+    def clock(self) -> Clock:
+        return Clock(self._takes_ms[min(self.captures, len(self._takes_ms)) - 1])
 
     def on(self, stream: Any) -> Any:
         return contextlib.nullcontext()
@@ -118,7 +146,7 @@ class Remembered(CaptureTransfer):
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Every engine captures on the CPU. What is put into the dictionary goes to the capturers: `each`, `idle`."""
+    """Every engine captures on the CPU. What is put into the dictionary goes to the capturers: `each`, `idle`, `takes_ms`."""
     options: dict[str, Any] = {}
     monkeypatch.setattr(graph, "CaptureTransfer", Remembered)
     monkeypatch.setattr(graph, "capturer_for", lambda engine: Capturer(engine, **options))

@@ -6,10 +6,11 @@ For each budget a pair of rows. `host_ms` is the time that the host takes to iss
 caller waits for included: Dynamo's guards, the look at every weight, the launch. `host_unguarded_ms` is that without the guards
 (`torch.compiler.set_stance(skip_guard_eval_unsafe=True)`), which grow with the number of modules. `bound_ms` is the windowed
 bound, from the segment times of a resident forward, scaled to the faster of the two resident steps. Both results are compared
-bit for bit with the resident, uncaptured one. `host_costs_us` says where the host's time goes in a forward: the median of each
+bit for bit with the resident, uncaptured one. `captured_ms` are the steps of the captures that were timed when they were new
+(`fxoffload.pace`), the last of which was kept. `host_costs_us` says where the host's time goes in a forward: the median of each
 kind of call, and how many there are; `calls_us` what single calls of torch cost on idle streams. `copies` is from a trace of
 forwards that are issued one behind the other: for which share of the time the link is busy, the time from the end of one copy
-to the start of the next, and the rates of single copies, also for each quarter of a forward.
+to the start of the next, and the rates of single copies, also for each quarter of a forward, and on how many streams all ran.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ import torch
 import fxoffload
 from fxoffload import api, timing
 from fxoffload.binding import Binding
+from fxoffload.capture import CaptureTransfer
+from fxoffload.captured import Capture
 from fxoffload.dispatch import Dispatch
 from fxoffload.edits import EditWatch
 from fxoffload.hardware import driver
 from fxoffload.workloads import WORKLOADS, find_workload, make_inputs, make_model, show, weight_nbytes
-from tests.bench.sweep import DEVICE, GIB, add_bounds, link_gb_s, spread
+from tests.bench.sweep import DEVICE, GIB, add_bounds, link_gb_s, settle, spread
 
 WARM = 3
 HOST = 5
@@ -123,6 +126,7 @@ class Bench:
         self.capture(row["cuda_graph"])
         for _ in range(WARM + 1):
             self.call()
+        settle(self.binding, self.call)
         return traced_copies(self.call, row["loads"])
 
     def row(self, budget: str, count: int, on: bool) -> dict[str, Any]:
@@ -134,6 +138,7 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         for _ in range(WARM):
             self.call()
+        captured_ms = settle(self.binding, self.call)
         before = fxoffload.stats(self.model).replays
         steps, _ = timing.time_steps(self.call, count, DEVICE)
         out = self.call().cpu()
@@ -148,6 +153,7 @@ class Bench:
         return {
             "budget": budget,
             "cuda_graph": on,
+            **({"captured_ms": captured_ms} if on else {}),
             "budget_gib": plan.budget_nbytes / GIB,
             **spread(steps.times_ms),
             "host_ms": statistics.median(host_ms),
@@ -183,7 +189,8 @@ def traced_copies(call: Callable[[], torch.Tensor], loads: int) -> dict[str, Any
     # Inputs are far smaller than weights.
     copies = sorted(found, key=lambda event: event["args"]["bytes"])[-TRACED * loads :]
     copies.sort(key=lambda event: event["ts"])
-    return summary([(event["ts"], event["dur"], event["args"]["bytes"]) for event in copies], loads)
+    streams = len({event["args"]["stream"] for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")})
+    return {"streams": streams} | summary([(event["ts"], event["dur"], event["args"]["bytes"]) for event in copies], loads)
 
 
 def summary(copies: Sequence[tuple[float, float, int]], loads: int) -> dict[str, Any]:
@@ -230,7 +237,8 @@ def host_costs(model: Any, call: Callable[[], torch.Tensor]) -> dict[str, tuple[
 
         return run
 
-    places = [(Dispatch, "__call__"), (Binding, "run"), (Binding, "_see_edits"), (Binding, "_stage"), (EditWatch, "written")]
+    places: list[tuple[type, str]] = [(Dispatch, "__call__"), (Binding, "run"), (Binding, "_see_edits"), (Binding, "_stage")]
+    places += [(EditWatch, "moved"), (EditWatch, "written"), (Capture, "replay"), (CaptureTransfer, "launch")]
     before = {(owner, name): getattr(owner, name) for owner, name in places}
     for (owner, name), function in before.items():
         setattr(owner, name, timed(f"{owner.__name__}.{name}", function))

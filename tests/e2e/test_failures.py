@@ -374,3 +374,11 @@ def test_a_size_that_depends_on_values() -> None:
 def test_an_option_that_inductor_does_not_have() -> None:
     with pytest.raises(ConfigError, match="config: inductor: Inductor has no option 'max_autotun'; "), torch.no_grad():
         offload(toy(2), segment_compiler="inductor", inductor={"max_autotun": True})(rows(0))
+
+
+@torch.no_grad()
+def test_an_option_of_inductor_that_stands_for_others() -> None:
+    from torch._inductor import list_options
+
+    assert "force_disable_caches" not in list_options()
+    offload(toy(2), segment_compiler="inductor", inductor={"force_disable_caches": True})(rows(0))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxoffload
-from fxoffload import api
+from fxoffload import api, graph, pace
 from fxoffload.graph import MOST
 from tests.capturing import capturer_of, captures
 from tests.checks import assert_streams, budgets, offload
@@ -63,6 +63,38 @@ def test_a_replay_restores_nothing_and_what_it_prefetched_is_used() -> None:
         compiled(rows(k))
         assert_streams(model)
     assert fxoffload.stats(model).restores == restores
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("takes_ms", "made"),
+    [([1e6, 1e6, 0.0], 3), ([1e6], pace.TRIES), ([0.0], 1)],
+    ids=["two are slow", "all are slow", "the first is good"],
+)
+def test_a_capture_that_is_slow_is_made_again(
+    captures: dict[str, Any], monkeypatch: pytest.MonkeyPatch, takes_ms: list[float], made: int
+) -> None:
+    monkeypatch.setattr(graph, "is_bound_by_copies", lambda plan: bool(plan.loads))
+    captures["takes_ms"] = [0.0, *takes_ms]
+    model, other = toy(6), toy(6)
+    compiled, plain = graphed(model), offload(other)
+    compiled(rows(0))
+    (binding,) = api.bindings_of(model)
+    for k in range(3):
+        compiled(rows(k))
+    assert binding.settled
+    assert capturer_of(model).captures == 1
+    fxoffload.set_memory_budget(model, budgets(model)["half"])
+    assert not binding.settled
+    for k in range(pace.TRIES * (pace.TIMED + 2)):
+        before = replays(model)
+        assert torch.equal(compiled(rows(k)), plain(rows(k)))
+        assert replays(model) == before + (k > 0)
+        assert len(capturer_of(model).graphs) == (k > 0)
+    assert binding.settled
+    assert capturer_of(model).captures == 1 + made
+    # Two plans, each uncaptured at first.
+    assert fxoffload.stats(model).restores == 4
 
 
 @torch.no_grad()
