@@ -1,10 +1,10 @@
 """Whether a capture runs as fast as planned: its first replays are timed, and where they are slow the forward is captured again.
 
 How the driver lays a graph on the queues of a device is its own business, and not always the same for the same graph. Of eleven
-captures of one forward of FLUX.1-dev, in one process on an H200, two copied 5 % slower than the others, in every replay that had
-others queued behind it. Nothing that a graph consists of tells which; the time of a replay does, and the next capture is most often
-a fast one. Where copies bound the step its prediction is good to 1 %, so it says what is slow. If it is wrong, and all captures are
-as slow as each other, one that is as fast as any is kept.
+captures of one forward of FLUX.1-dev, in one process on an H200, two copied 5 % slower than the others, in every replay that
+had others queued behind it. Nothing that a graph consists of tells which; the time of a replay does, and the next capture is
+most often a fast one. Where copies bound the step its prediction is good to 1 %, so it says what is slow. If it is wrong, and
+all captures are as slow as each other, one that is as fast as any is kept.
 """
 
 from __future__ import annotations
