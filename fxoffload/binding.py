@@ -184,7 +184,7 @@ class Binding(Planned):
 
     @property
     def settled(self) -> bool:
-        """Whether it runs as it will from now on, as long as nothing changes: for benchmarks, which time what comes then."""
+        """Whether the first forwards are over, and captures, if any, are made and not to be made again: for benchmarks."""
         return (
             self.warm and self.plan is not None and (self._graphs is None or bool(self._graphs.refused) or self._graphs.settled)
         )
@@ -226,6 +226,8 @@ class Binding(Planned):
             engine.transfer.counters.reset()
             if engine.current is not self or self._last is not staged:
                 engine.restore(staged)
+                if self._graphs is not None:
+                    self._graphs.restored()
             engine.current = None
             try:
                 outputs = forward(*inputs)

@@ -92,7 +92,10 @@ class Graphs:
         self._captures: dict[Key, Capture] = {}
         self._seen: set[Key] = set()
         self.times_ms: dict[Key, list[float]] = {}
-        """Of each kind of inputs: how long replays took, capture by capture."""
+        """Of each kind of inputs, under the plan: how long replays took, capture by capture."""
+        self._plan: Plan | None = None
+        self._outlived = 0
+        """Replays of captures that were made again, since captures were lost last."""
         self._staged: Staged | None = None
         self._strikes = 0
         self._lost = ""
@@ -115,6 +118,9 @@ class Graphs:
         key = self._key(inputs)
         if key is None:
             return None
+        if plan is not self._plan:
+            self._plan = plan
+            self.times_ms.clear()
         found = self._captures.get(key)
         if found is not None and found.pace is not None and (step_ms := found.pace.step_ms()) is not None:
             found = self._judge(key, found, step_ms, plan.step_ms)
@@ -122,6 +128,10 @@ class Graphs:
             found = self._capture(inputs, plan, make_staged)
             if found is not None:
                 self._captures[key] = found
+            elif key in self.times_ms:
+                # It can be captured, and was: what failed may be gone at the next call.
+                self._strikes += 1
+                self._lost, self._failed = self._failed, ""
         if len(self._seen) < 8 * MOST:
             self._seen.add(key)
         return found
@@ -134,8 +144,15 @@ class Graphs:
             found.pace = None
             return found
         logger.info("graph: a replay takes %.1f ms, planned were %.1f: captured again", step_ms, planned_ms)
+        self._outlived += found.replays
         self._give_back([self._captures.pop(key)])
         return None
+
+    def restored(self) -> None:
+        """The next replay waits for copies that no other one waits for."""
+        for capture in self._captures.values():
+            if capture.pace is not None:
+                capture.pace.skip()
 
     def ran_uncaptured(self) -> None:
         """An uncaptured forward went well. If its capture had failed, the fault is not the model's: captures are given up."""
@@ -155,15 +172,14 @@ class Graphs:
     def lose(self, why: str) -> None:
         """Others need the memory: give the captures back for now. The next call says so if that was once too often."""
         if not self.refused and self._seen:
-            self._strikes += sum(capture.replays for capture in self._captures.values()) < WORTH
-            self._lost = why
+            self._strikes += self._outlived + sum(capture.replays for capture in self._captures.values()) < WORTH
+            self._lost, self._outlived = why, 0
             self._drop()
 
     def release(self) -> None:
         """The plan or the arena goes: nothing that was captured is good any more."""
         self._drop()
         self._seen.clear()
-        self.times_ms.clear()
         self._staged = None
 
     def _drop(self) -> None:
@@ -266,7 +282,7 @@ class Graphs:
             raise
         logger.info("graph: captured a forward of %d segments; captures hold %s", len(plan.segments), show_size(capturer.nbytes))
         results = [result_of(value, arguments) for value in outputs]
-        pace = Pace(capturer) if is_bound_by_copies(plan) else None
+        pace = Pace(capturer) if capturer.copies is not capturer.compute and is_bound_by_copies(plan) else None
         return Capture(staged, transfer, graph, behind, list(own.items()), results, pace)
 
 

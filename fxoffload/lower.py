@@ -92,9 +92,10 @@ def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Ca
     from torch._inductor.compile_fx import compile_fx
 
     # `list_options` leaves out those that stand for others, such as `force_disable_caches`.
-    unknown = sorted(name for name in config.inductor or {} if not hasattr(settings, name))
+    known: Mapping[str, Any] = settings._config  # pyright: ignore[reportAttributeAccessIssue]
+    unknown = sorted(set(config.inductor or {}).difference(known))
     if unknown:
-        raise ConfigError(f"config: inductor: Inductor has no option {unknown[0]!r}; torch._inductor.list_options() names all")
+        raise ConfigError(f"config: inductor: Inductor has no option {unknown[0]!r}; see torch._inductor.list_options()")
     patches = {**(list_mode_options(config.mode) if config.mode else {}), **(config.inductor or {}), "triton.cudagraphs": False}
 
     def inductor(child: fx.GraphModule, inputs: list[Any]) -> Any:

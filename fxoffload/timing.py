@@ -18,9 +18,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxoffload.pace import TIMED, TRIES
 from fxoffload.profile import synchronize
 
 T = TypeVar("T")
+
+_BURST, _BURSTS = TIMED + 3, 2 * TRIES + 2
+"""Enough for a capture to be timed, and for as many captures as there can be (`pace`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,19 @@ def timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
     result = call()
     synchronize(device)
     return result, time.perf_counter() - start
+
+
+def settle(settled: Callable[[], bool], call: Callable[[], object], device: torch.device) -> None:
+    """Call, many queued as in use, until `settled`. Raises RuntimeError where that does not come."""
+    synchronize(device)
+    for _ in range(_BURSTS):
+        if settled():
+            return
+        for _ in range(_BURST):
+            call()
+        synchronize(device)
+    if not settled():
+        raise RuntimeError(f"timing: not settled after {_BURSTS * _BURST} more forwards")
 
 
 def time_steps(call: Callable[[], Any], count: int, device: torch.device) -> tuple[Steps, Any]:

@@ -36,7 +36,6 @@ from fxoffload.contenders import CONTENDERS, REFERENCE, Contender
 from fxoffload.devices import available_device
 from fxoffload.errors import OffloadError
 from fxoffload.hardware import machine, versions
-from fxoffload.profile import synchronize
 from fxoffload.sessions import FLAGS, Scene, Session, Setting
 from fxoffload.sizes import parse_size
 from fxoffload.workloads import MissingLibraryError, find_workload, make_inputs, make_model, show, weight_nbytes
@@ -50,8 +49,6 @@ TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3}
 Other kernels and fused rounding come to a hundredth in bfloat16 for models this deep; one wrong block comes to about one.
 """
 _REASON = 300
-_BURSTS, _BURST = 8, 6
-"""Forwards, as many queued at a time, that a session may need until it runs as it will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +185,7 @@ def _measure(task: Task, session: Session, setting: Setting) -> Row:
     with timing.turn(task.lock):
         for _ in range(task.warmup + session.warmups):
             session.call()
-        synchronize(device)
-        for _ in range(_BURSTS):
-            if session.settled():
-                break
-            for _ in range(_BURST):
-                session.call()
-            synchronize(device)
+        timing.settle(session.settled, session.call, device)
         before = timing.peaks(device)
         timing.reset_peaks(device)
         # The allocator takes what it needs anew, which is no part of a step.

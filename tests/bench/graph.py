@@ -38,7 +38,7 @@ from fxoffload.dispatch import Dispatch
 from fxoffload.edits import EditWatch
 from fxoffload.hardware import driver
 from fxoffload.workloads import WORKLOADS, find_workload, make_inputs, make_model, show, weight_nbytes
-from tests.bench.sweep import DEVICE, GIB, add_bounds, link_gb_s, settle, spread
+from tests.bench.sweep import DEVICE, GIB, add_bounds, link_gb_s, spread
 
 WARM = 3
 HOST = 5
@@ -115,6 +115,9 @@ class Bench:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
+    def settle(self) -> None:
+        timing.settle(lambda: self.binding.settled, self.call, DEVICE)
+
     def pair(self, budget: str, steps: int) -> list[dict[str, Any]]:
         named = {"all": "100GiB", "smallest": api.smallest_budget(self.model)}
         fxoffload.set_memory_budget(self.model, named.get(budget, budget))
@@ -126,7 +129,7 @@ class Bench:
         self.capture(row["cuda_graph"])
         for _ in range(WARM + 1):
             self.call()
-        settle(self.binding, self.call)
+        self.settle()
         return traced_copies(self.call, row["loads"])
 
     def row(self, budget: str, count: int, on: bool) -> dict[str, Any]:
@@ -138,7 +141,7 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         for _ in range(WARM):
             self.call()
-        captured_ms = settle(self.binding, self.call)
+        self.settle()
         before = fxoffload.stats(self.model).replays
         steps, _ = timing.time_steps(self.call, count, DEVICE)
         out = self.call().cpu()
@@ -153,7 +156,7 @@ class Bench:
         return {
             "budget": budget,
             "cuda_graph": on,
-            **({"captured_ms": captured_ms} if on else {}),
+            **({"captured_ms": self.binding.captures_ms} if on else {}),
             "budget_gib": plan.budget_nbytes / GIB,
             **spread(steps.times_ms),
             "host_ms": statistics.median(host_ms),

@@ -39,7 +39,6 @@ import torch
 
 import fxoffload
 from fxoffload import api, timing
-from fxoffload.binding import Binding
 from fxoffload.calibrate import machine_of
 from fxoffload.cost import Costs, SegmentCost
 from fxoffload.hardware import driver
@@ -54,8 +53,6 @@ ROUNDS = 8
 ROUND_STEPS = 5
 CAPTURED = 6
 """Forwards after which one is captured under a new plan."""
-BURSTS = 8
-BURST = 6
 PACKED_NBYTES = 112 << 20
 LINK_NBYTES = 4 << 30
 
@@ -202,7 +199,7 @@ class Sweep:
     def settle(self) -> None:
         for _ in range(self.args.warmup):
             self.call()
-        self.captured_ms = settle(self.binding, self.call)
+        timing.settle(lambda: self.binding.settled, self.call, DEVICE)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -243,7 +240,7 @@ class Sweep:
             "resident_gib": plan.resident_nbytes / GIB,
             "arena_gib": plan.arena_nbytes / GIB,
             "loads": len(plan.loads),
-            **({"captured_ms": self.captured_ms} if self.args.cuda_graph else {}),
+            **({"captured_ms": self.binding.captures_ms} if self.args.cuda_graph else {}),
             "plan_s": plan_s,
             "link_gb_s": statistics.harmonic_mean(links),
         }
@@ -308,19 +305,6 @@ def kinds(planned: Sequence[SegmentCost], measured: Sequence[SegmentCost]) -> li
         {"first": names[0], "count": len(names), "predicted_ms": predicted, "measured_ms": ms}
         for (predicted, ms), names in found.items()
     ]
-
-
-def settle(binding: Binding, call: Callable[[], object]) -> list[float]:
-    """Call until nothing is captured anew; the times (ms) of the captures that were timed, of which the last was kept."""
-    torch.cuda.synchronize()
-    for _ in range(BURSTS):
-        if binding.settled:
-            return binding.captures_ms
-        # Queued, as in use: what is slow is slower then.
-        for _ in range(BURST):
-            call()
-        torch.cuda.synchronize()
-    raise RuntimeError(f"not settled after {BURSTS * BURST} more forwards")
 
 
 def link_gb_s(model: torch.nn.Module) -> float:

@@ -371,9 +371,10 @@ def test_a_size_that_depends_on_values() -> None:
         assert torch.equal(offload(model, fullgraph=False)(rows(0)), reference(rows(0)))
 
 
-def test_an_option_that_inductor_does_not_have() -> None:
-    with pytest.raises(ConfigError, match="config: inductor: Inductor has no option 'max_autotun'; "), torch.no_grad():
-        offload(toy(2), segment_compiler="inductor", inductor={"max_autotun": True})(rows(0))
+@pytest.mark.parametrize("name", ["max_autotun", "triton"])
+def test_an_option_that_inductor_does_not_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"config: inductor: Inductor has no option {name!r}; "), torch.no_grad():
+        offload(toy(2), segment_compiler="inductor", inductor={name: True})(rows(0))
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxoffload
 from fxoffload import api, graph, pace
-from fxoffload.graph import MOST
+from fxoffload.graph import MOST, STRIKES
 from tests.capturing import capturer_of, captures
 from tests.checks import assert_streams, budgets, offload
 from tests.models import Counting, Failing, failing, rows, seeded, toy
@@ -86,7 +86,7 @@ def test_a_capture_that_is_slow_is_made_again(
     assert capturer_of(model).captures == 1
     fxoffload.set_memory_budget(model, budgets(model)["half"])
     assert not binding.settled
-    for k in range(pace.TRIES * (pace.TIMED + 2)):
+    for k in range(1 + pace.TRIES * (pace.TIMED + 2)):
         before = replays(model)
         assert torch.equal(compiled(rows(k)), plain(rows(k)))
         assert replays(model) == before + (k > 0)
@@ -95,6 +95,58 @@ def test_a_capture_that_is_slow_is_made_again(
     assert capturer_of(model).captures == 1 + made
     # Two plans, each uncaptured at first.
     assert fxoffload.stats(model).restores == 4
+
+
+@torch.no_grad()
+def test_slow_captures_that_are_lost_with_many_replays_have_paid(
+    captures: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "is_bound_by_copies", lambda plan: bool(plan.loads))
+    captures["takes_ms"] = [1e6]
+    model = toy(6)
+    compiled = graphed(model)
+    for _ in range(3):
+        compiled(rows(0))
+    fxoffload.set_memory_budget(model, budgets(model)["half"])
+    (binding,) = api.bindings_of(model)
+    for turn in range(2 * STRIKES):
+        before = capturer_of(model).captures
+        for k in range(20):
+            compiled(rows(k))
+        if turn > 1:
+            assert capturer_of(model).captures == before + 1, turn
+        binding.lose_captures("another model needs the memory")
+    assert binding._graphs is not None
+    assert not binding._graphs.refused
+
+
+@torch.no_grad()
+def test_a_slow_capture_that_cannot_be_made_again_at_once(captures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "is_bound_by_copies", lambda plan: bool(plan.loads))
+    captures["takes_ms"] = [0.0, 1e6, 0.0]
+    model, other = toy(6), toy(6)
+    compiled, plain = graphed(model), offload(other)
+    for _ in range(3):
+        compiled(rows(0))
+    fxoffload.set_memory_budget(model, budgets(model)["half"])
+    compiled(rows(0))
+    compiled(rows(0))
+    capturer = capturer_of(model)
+    capture, failures = capturer.capture, []
+
+    def fails_once(work: Callable[[], Any]) -> Any:
+        if not failures:
+            failures.append(1)
+            raise torch.OutOfMemoryError("out of memory")
+        return capture(work)
+
+    monkeypatch.setattr(capturer, "capture", fails_once)
+    for k in range(12):
+        assert torch.equal(compiled(rows(k)), plain(rows(k)))
+    (binding,) = api.bindings_of(model)
+    assert failures
+    assert binding.settled
+    assert binding.captured
 
 
 @torch.no_grad()

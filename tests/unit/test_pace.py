@@ -36,7 +36,7 @@ PLAN = make_plan(COSTS, 1, Knobs())
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "compute_ms", "bound"), [(100.0, 50.0, True), (100.0, 99.5, False), (pace.LEAST_MS / 2, 1.0, False)]
+    ("step_ms", "compute_ms", "bound"), [(100.0, 50.0, True), (100.0, 95.0, False), (pace.LEAST_MS / 2, 1.0, False)]
 )
 def test_which_plans_are_timed(step_ms: float, compute_ms: float, bound: bool) -> None:
     assert is_bound_by_copies(dataclasses.replace(PLAN, step_ms=step_ms, compute_ms=compute_ms)) == bound
@@ -69,4 +69,16 @@ def test_replays_are_timed_without_waiting_for_them() -> None:
         assert clocks.made == 2 * min(k + 1, TIMED + 1)
     assert pace.step_ms() is None
     clocks.late = False
+    assert pace.step_ms() == 5.0
+
+
+def test_a_replay_behind_a_restore_does_not_count() -> None:
+    clocks = Counting()
+    pace = Pace(clocks)
+    pace.skip()
+    for k in range(TIMED + 2):
+        assert pace.step_ms() is None
+        with pace.timed():
+            pass
+        assert clocks.made == 2 * k
     assert pace.step_ms() == 5.0
