@@ -185,9 +185,7 @@ class Binding(Planned):
     @property
     def settled(self) -> bool:
         """Whether the first forwards are over, and captures, if any, are made and not to be made again: for benchmarks."""
-        return (
-            self.warm and self.plan is not None and (self._graphs is None or bool(self._graphs.refused) or self._graphs.settled)
-        )
+        return self.warm and self.plan is not None and (self._graphs is None or self._graphs.settled)
 
     @property
     def captures_ms(self) -> list[float]:

@@ -34,6 +34,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from fxoffload.arena import POISON
+from fxoffload.pace import Clocks
 from fxoffload.profile import Compiled
 from fxoffload.transfer import Counters, Slot, copy_without_blocking
 from fxoffload.verify_capture import COMPUTE, COPIES, OUTSIDE, Recording, Step
@@ -51,7 +52,7 @@ class Graph(Protocol):
     def reset(self) -> None: ...
 
 
-class Capturer(Protocol):
+class Capturer(Clocks, Protocol):
     """What a device offers to capture with, for one engine: streams, events and graphs. `cuda.CudaCapturer` is the real one.
 
     `compute` and `copies` are streams inside a capture, one and the same where copies do not overlap compute.
@@ -62,20 +63,12 @@ class Capturer(Protocol):
     nbytes: int
     """Device memory that the captures of this engine hold."""
 
-    def caller(self) -> Any:
-        """The stream that replays are launched on now."""
-        ...
-
     def outside(self) -> Any:
         """The stream of the engine's own copies."""
         ...
 
     def event(self, *, external: bool) -> Any:
         """With `record(stream)` and `wait(stream)`. An external one counts as recorded."""
-        ...
-
-    def clock(self) -> Any:
-        """A timed event, with `record(stream)`, `query()` and `elapsed_time(later)` in ms."""
         ...
 
     def on(self, stream: Any) -> Any:

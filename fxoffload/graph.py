@@ -166,8 +166,8 @@ class Graphs:
 
     @property
     def settled(self) -> bool:
-        """Whether there are captures, none of which may still be made again because it is slow."""
-        return self.held and all(capture.pace is None for capture in self._captures.values())
+        """Whether there are captures, none of which may still be made again because it is slow; or there will be none."""
+        return bool(self.refused) or (self.held and all(capture.pace is None for capture in self._captures.values()))
 
     def lose(self, why: str) -> None:
         """Others need the memory: give the captures back for now. The next call says so if that was once too often."""
@@ -282,7 +282,7 @@ class Graphs:
             raise
         logger.info("graph: captured a forward of %d segments; captures hold %s", len(plan.segments), show_size(capturer.nbytes))
         results = [result_of(value, arguments) for value in outputs]
-        pace = Pace(capturer) if capturer.copies is not capturer.compute and is_bound_by_copies(plan) else None
+        pace = Pace(capturer) if is_bound_by_copies(plan) else None
         return Capture(staged, transfer, graph, behind, list(own.items()), results, pace)
 
 

@@ -65,32 +65,42 @@ def test_a_replay_restores_nothing_and_what_it_prefetched_is_used() -> None:
     assert fxoffload.stats(model).restores == restores
 
 
+@pytest.fixture
+def timed(captures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
+    """Makes a model that streams by a fresh plan, whose first, second, ... capture takes so long, and what calls it."""
+
+    def make(*takes_ms: float) -> tuple[Any, Any]:
+        monkeypatch.setattr(graph, "is_bound_by_copies", lambda plan: bool(plan.loads))
+        captures["takes_ms"] = [0.0, *takes_ms]
+        model = toy(6)
+        compiled = graphed(model)
+        for k in range(4):
+            compiled(rows(k))
+        (binding,) = api.bindings_of(model)
+        assert binding.settled
+        assert capturer_of(model).captures == 1
+        fxoffload.set_memory_budget(model, budgets(model)["half"])
+        assert not binding.settled
+        return model, compiled
+
+    return make
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("takes_ms", "made"),
     [([1e6, 1e6, 0.0], 3), ([1e6], pace.TRIES), ([0.0], 1)],
     ids=["two are slow", "all are slow", "the first is good"],
 )
-def test_a_capture_that_is_slow_is_made_again(
-    captures: dict[str, Any], monkeypatch: pytest.MonkeyPatch, takes_ms: list[float], made: int
-) -> None:
-    monkeypatch.setattr(graph, "is_bound_by_copies", lambda plan: bool(plan.loads))
-    captures["takes_ms"] = [0.0, *takes_ms]
-    model, other = toy(6), toy(6)
-    compiled, plain = graphed(model), offload(other)
-    compiled(rows(0))
-    (binding,) = api.bindings_of(model)
-    for k in range(3):
-        compiled(rows(k))
-    assert binding.settled
-    assert capturer_of(model).captures == 1
-    fxoffload.set_memory_budget(model, budgets(model)["half"])
-    assert not binding.settled
+def test_a_capture_that_is_slow_is_made_again(timed: Callable[..., tuple[Any, Any]], takes_ms: list[float], made: int) -> None:
+    model, compiled = timed(*takes_ms)
+    plain = offload(toy(6))
     for k in range(1 + pace.TRIES * (pace.TIMED + 2)):
         before = replays(model)
         assert torch.equal(compiled(rows(k)), plain(rows(k)))
         assert replays(model) == before + (k > 0)
         assert len(capturer_of(model).graphs) == (k > 0)
+    (binding,) = api.bindings_of(model)
     assert binding.settled
     assert capturer_of(model).captures == 1 + made
     # Two plans, each uncaptured at first.
@@ -98,16 +108,8 @@ def test_a_capture_that_is_slow_is_made_again(
 
 
 @torch.no_grad()
-def test_slow_captures_that_are_lost_with_many_replays_have_paid(
-    captures: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph, "is_bound_by_copies", lambda plan: bool(plan.loads))
-    captures["takes_ms"] = [1e6]
-    model = toy(6)
-    compiled = graphed(model)
-    for _ in range(3):
-        compiled(rows(0))
-    fxoffload.set_memory_budget(model, budgets(model)["half"])
+def test_slow_captures_that_are_lost_with_many_replays_have_paid(timed: Callable[..., tuple[Any, Any]]) -> None:
+    model, compiled = timed(1e6)
     (binding,) = api.bindings_of(model)
     for turn in range(2 * STRIKES):
         before = capturer_of(model).captures
@@ -121,14 +123,11 @@ def test_slow_captures_that_are_lost_with_many_replays_have_paid(
 
 
 @torch.no_grad()
-def test_a_slow_capture_that_cannot_be_made_again_at_once(captures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "is_bound_by_copies", lambda plan: bool(plan.loads))
-    captures["takes_ms"] = [0.0, 1e6, 0.0]
-    model, other = toy(6), toy(6)
-    compiled, plain = graphed(model), offload(other)
-    for _ in range(3):
-        compiled(rows(0))
-    fxoffload.set_memory_budget(model, budgets(model)["half"])
+def test_a_slow_capture_that_cannot_be_made_again_at_once(
+    timed: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compiled = timed(1e6, 0.0)
+    plain = offload(toy(6))
     compiled(rows(0))
     compiled(rows(0))
     capturer = capturer_of(model)

@@ -40,6 +40,8 @@ PLAN = make_plan(COSTS, 1, Knobs())
 )
 def test_which_plans_are_timed(step_ms: float, compute_ms: float, bound: bool) -> None:
     assert is_bound_by_copies(dataclasses.replace(PLAN, step_ms=step_ms, compute_ms=compute_ms)) == bound
+    without_overlap = dataclasses.replace(PLAN, step_ms=step_ms, compute_ms=compute_ms, async_transfer=False)
+    assert not is_bound_by_copies(without_overlap)
 
 
 class Counting(Capturer):
