@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from fxoffload.errors import ConfigError
 from fxoffload.names import identifier
 from fxoffload.profile import Compiled
 from fxoffload.split import segment_inputs, segment_key, segment_module
+from fxoffload.wrappers import is_wrapper
 
 _ARGUMENTS = "arguments"
 
@@ -53,7 +54,9 @@ def compile_segments(top: fx.GraphModule, config: OffloadConfig) -> tuple[dict[s
         child = segment_module(top, node.target)
         key = segment_key(child)
         if key not in by_key:
-            by_key[key] = boxed(compile_one(child, segment_inputs(child)))
+            program = boxed(compile_one(child, segment_inputs(child)))
+            is_inductor = config.segment_compiler == "inductor"
+            by_key[key] = with_strides(program, _output_strides(child)) if is_inductor else program
         programs[node.target] = by_key[key]
     return programs, len(by_key)
 
@@ -78,6 +81,58 @@ def boxed(program: Callable[..., Any]) -> Compiled:
         return program(*given)
 
     return run
+
+
+def with_strides(program: Compiled, strides: Sequence[tuple[int, ...] | None]) -> Compiled:
+    """`program`, whose results have `strides` (None: any).
+
+    What Inductor compiles checks the strides of its arguments, but returns others than were traced: on CUDA it pads an odd width
+    of a product to one that matrix units like, and the result is a slice. They are the same each time, so they are looked at in
+    the first call; a result that differs leaves as a copy.
+    """
+    differing: list[int] | None = None
+
+    def run(arguments: list[Any]) -> Any:
+        nonlocal differing
+        results = program(arguments)
+        if differing is None:
+            differing = [i for i, (result, wanted) in enumerate(zip(results, strides, strict=True)) if _differs(result, wanted)]
+        if not differing:
+            return results
+        copies = list(results)
+        for i in differing:
+            copies[i] = _laid_out(copies[i], strides[i])
+        return tuple(copies)
+
+    return run
+
+
+def _output_strides(child: fx.GraphModule) -> list[tuple[int, ...] | None]:
+    """Of each result as it was traced; None where they are not known, or are those of the tensors inside a wrapper."""
+    returned: Any = child.graph.output_node().args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned]
+    return [
+        value.stride()
+        if isinstance(value, torch.Tensor) and not is_wrapper(value) and all(type(s) is int for s in value.stride())
+        else None
+        for value in values
+    ]
+
+
+def _differs(result: Any, strides: tuple[int, ...] | None) -> bool:
+    """A dimension with one element has any stride."""
+    if strides is None or not result.numel():
+        return False
+    return any(found != wanted for size, found, wanted in zip(result.shape, result.stride(), strides, strict=True) if size > 1)
+
+
+def _laid_out(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy with these strides. What a dimension of stride 0 has is one element, seen many times."""
+    seen = result
+    for dim, stride in enumerate(strides):
+        if stride == 0 and seen.shape[dim] > 1:
+            seen = seen.narrow(dim, 0, 1)
+    return seen.new_empty_strided(seen.shape, strides).copy_(seen).expand(result.shape)
 
 
 def _compiler(config: OffloadConfig) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:

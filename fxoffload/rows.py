@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ from fxoffload.buckets import ALIGNMENT
 from fxoffload.counts import without_values
 from fxoffload.layout import overlapping
 from fxoffload.wrappers import Path, at
+
+_WIDTHS = (128, 8)
+"""Columns of a tile, and of 16 bytes in 16 bits: matrix units are far slower at widths that are no multiple of the latter."""
+_PARTS = 16
+"""A piece has at least so many of these widths, so that to round up makes it at most a sixteenth larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +115,15 @@ def _reads_by_row(user: fx.Node, weight: fx.Node) -> bool:
 
 
 def _row_bounds(real: torch.Tensor, limit_nbytes: int) -> list[tuple[int, int]]:
-    """Equal pieces of at most the limit, each starting at an aligned byte."""
+    """Equal pieces of at most the limit, each starting at an aligned byte, and where that hardly matters to their size at a row
+    that begins a tile of a matrix unit, or at least one of its loads: the product with a piece is as wide as it has rows.
+    """
     rows, row_nbytes = real.shape[0], real.shape[1] * real.element_size()
-    step = ALIGNMENT // gcd(row_nbytes, ALIGNMENT)
-    pieces = -(-rows * row_nbytes // limit_nbytes)
-    per_piece = -(-rows // pieces // step) * step or step
-    per_piece = min(per_piece, max(limit_nbytes // row_nbytes // step, 1) * step)
+    aligned = ALIGNMENT // gcd(row_nbytes, ALIGNMENT)
+    least = -(-rows // -(-rows * row_nbytes // limit_nbytes))
+    steps = [step for width in _WIDTHS if (step := lcm(aligned, width)) * _PARTS <= least]
+    fitting = (n for step in [*steps, aligned] if (n := -(-least // step) * step) * row_nbytes <= limit_nbytes)
+    per_piece = next(fitting, max(limit_nbytes // row_nbytes // aligned, 1) * aligned)
     return [(first, min(first + per_piece, rows)) for first in range(0, rows, per_piece)]
 
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import expecttest
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxoffload import ops, passes
 from fxoffload.config import OffloadConfig
-from fxoffload.lower import Compiled, TopLevel, boxed, compile_segments, generate
+from fxoffload.lower import Compiled, TopLevel, boxed, compile_segments, generate, with_strides
 from fxoffload.names import identifier
 from fxoffload.plan import Load, Plan
 from fxoffload.program import input_names
@@ -331,6 +331,67 @@ def test_what_compiles_to_something_else_holds_its_arguments_and_says_so(caplog:
         assert boxed(program)(arguments) == 3
     assert arguments == []
     assert "segments hold their arguments while they run" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shape", "padded", "wanted"),
+    [((3, 5), (8, 1), (5, 1)), ((2, 3, 5), (24, 8, 1), (1, 2, 6)), ((4, 5), (5, 1), (0, 1)), ((1, 5), (8, 1), (5, 1))],
+    ids=["padded", "padded and permuted", "expanded", "one row has any stride"],
+)
+def test_results_have_the_strides_that_were_traced(
+    shape: tuple[int, ...], padded: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    values = torch.arange(60.0)[: shape[-1]].expand(shape)
+    other = torch.ones(2)
+
+    def program(arguments: list[Any]) -> tuple[Any, ...]:
+        arguments.clear()
+        return torch.empty_strided(shape, padded).copy_(values), other, 7
+
+    run = with_strides(program, [wanted, (1,), None])
+    for _ in range(2):
+        arguments = [1]
+        result, *others = run(arguments)
+        assert arguments == []
+        assert torch.equal(result, values)
+        assert [s for s, n in zip(result.stride(), shape, strict=True) if n > 1] == [
+            s for s, n in zip(wanted, shape, strict=True) if n > 1
+        ]
+        assert others[0] is other
+        assert others[1] == 7
+
+
+def test_results_with_the_strides_that_were_traced_leave_as_they_are() -> None:
+    results = (torch.ones(3, 5), torch.ones(0, 5))
+    run = with_strides(lambda arguments: results, [(5, 1), (9, 1)])
+    assert run([]) is results
+    assert run([]) is results
+
+
+def pad_products(graph: fx.Graph) -> None:
+    """As Inductor does on CUDA to widths that are no multiple of 16 bytes."""
+    for product in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+        with graph.inserting_after(product):
+            padded = graph.call_function(torch.ops.aten.constant_pad_nd.default, (product, [0, 3]))
+        with graph.inserting_after(padded):
+            result = graph.call_function(torch.ops.aten.slice.Tensor, (padded, 1, 0, product.meta["val"].shape[1]))
+        padded.meta["val"] = torch.ops.aten.constant_pad_nd.default(product.meta["val"], [0, 3])
+        result.meta["val"] = padded.meta["val"][:, : product.meta["val"].shape[1]]
+        product.replace_all_uses_with(result, delete_user_cb=lambda user, padded=padded: user is not padded)
+
+
+def test_a_padded_product_is_read_by_a_segment_that_was_compiled_for_its_width() -> None:
+    traced = read(lambda x, w: ((x @ w).sin() @ w).cos(), X, torch.eye(16))
+    top, _ = traced.split(1, 1, 2)
+    options = {"post_grad_custom_pre_pass": pad_products}
+    with torch.no_grad():
+        programs, _ = compile_segments(top, OffloadConfig(onload_device=CPU, inductor=options))
+        inputs = {node.name: node.name for node in top.graph.find_nodes(op="placeholder")}
+        forward = generate(
+            top, programs=programs, weights=frozenset(), weight=_none, inputs=inputs, operations={}, output_weights={}, device=CPU
+        ).forward
+        (got,) = forward(X, torch.eye(16))
+    torch.testing.assert_close(got, X.sin().cos())
 
 
 def test_the_function_is_not_held_by_its_own_globals() -> None:

@@ -109,6 +109,26 @@ def test_a_weight_a_little_larger_than_a_piece_stays_whole_where_the_size_of_pie
     assert found["4MiB"] == [(640, 1024), (640, 1024), (768, 1280), (768, 1280)]
 
 
+@pytest.mark.parametrize(
+    ("rows", "limit_rows", "wanted"),
+    [
+        (14336, 6144, [4864, 4864, 4608]),  # thirds, to the next tile of 128 columns
+        (128256, 14336, [14336] * 8 + [13568]),
+        (14336, 4800, [4784, 4784, 4768]),  # no room for a tile: to a load of 8 columns
+        (14336, 4780, [4779, 4779, 4778]),
+        (1030, 512, [344, 344, 342]),
+        (1026, 1, [1] * 1026),
+    ],
+)
+def test_pieces_are_as_wide_as_matrix_units_like(rows: int, limit_rows: int, wanted: list[int]) -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4096, rows, bias=False, dtype=torch.bfloat16), torch.empty(4, 4096, dtype=torch.bfloat16)
+    _, _, sources = split(model, x, limit=limit_rows * model.weight[0].nbytes)
+    found = pieces(sources)
+    assert [end - first for first, end in found] == wanted
+    assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ids_of_any_integer_type_and_shape(dtype: torch.dtype) -> None:
     model = seeded(Embedding)
