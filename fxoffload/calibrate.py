@@ -8,8 +8,10 @@ Matrix units run at that rate for a tenth of a second. Then they draw more power
 an H200 from 800 to 690 TFLOP/s in bfloat16. A forward lasts longer than that, but between its products are kernels that draw
 less. So rates of 16 bits and less are those halfway, in time, between the best and the lasting one.
 
-The result is cached in the user's cache directory under a key of device name, driver and torch version. The CPU as a device
-has nominal constants, so that plans made for it are the same everywhere.
+The result is cached in the user's cache directory under a key of device name, driver and torch version. Who finds it there
+copies a few blocks: where the link is faster than it was, something else used it then, such as other ranks that began at the
+same time, and the machine is measured again. The CPU as a device has nominal constants, so that plans made for it are the same
+everywhere.
 """
 
 # `_scaled_mm` is what torch.nn.functional and torchao call, too.
@@ -41,6 +43,9 @@ _LASTING_S = 0.25
 """Of which the device has lowered its clocks under full load in the second half."""
 _KERNELS = 8
 _REPEATS = 8
+_LOOK_NBYTES = 32 << 20
+_FASTER = 1.1
+"""Times the bandwidth in the cache: more than copies on a quiet machine differ by."""
 _LEAST_LATENCY_MS = 0.001
 _MATRIX = 4096
 _ATTENTION = (1, 16, 8192, 128)
@@ -56,9 +61,14 @@ def machine_of(device: torch.device) -> Machine:
     path = cache_path(device)
     if path.is_file():
         try:
-            return Machine.load(path)
+            machine = Machine.load(path)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("calibrate: %s cannot be read (%r); measuring the machine again", path, error)
+        else:
+            now = link_gb_s(device)
+            if now <= _FASTER * machine.link_gb_s:
+                return machine
+            logger.info("calibrate: the link brings %.1f GB/s now, %s says %.1f; measuring again", now, path, machine.link_gb_s)
     machine = measure(device)
     try:
         machine.save(path)
@@ -114,6 +124,19 @@ def measure(device: torch.device) -> Machine:
     torch.accelerator.empty_cache()
     logger.info("calibrate: %s", machine)
     return machine
+
+
+def link_gb_s(device: torch.device) -> float:
+    """What the link brings now, in GB/s, by the best of a few copies of 32 MiB from pinned host memory: some milliseconds.
+
+    `measure` also takes off the latency of a copy, and tries several places.
+    """
+    host = torch.empty(_LOOK_NBYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_LOOK_NBYTES, dtype=torch.uint8, device=device)
+    ms = _ms(device, functools.partial(there.copy_, host, non_blocking=True))
+    del there
+    torch.accelerator.empty_cache()
+    return _LOOK_NBYTES / ms / 1e6
 
 
 def fit_pieces(large_ms: float, pieces_ms: float, count: int) -> tuple[float, float]:

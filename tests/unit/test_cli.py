@@ -148,6 +148,7 @@ def test_calibrate_measures_once_or_when_forced(
     monkeypatch.setattr(cli, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(calibrate, "cache_path", lambda device: path)
     monkeypatch.setattr(calibrate, "measure", measure)
+    monkeypatch.setattr(calibrate, "link_gb_s", lambda device: Machine.nominal("cpu").link_gb_s)
     calibrate.machine_of.cache_clear()
     for argv, count in ((["calibrate"], 1), (["calibrate"], 1), (["calibrate", "--force"], 2)):
         assert cli.main(argv) == 0

@@ -212,6 +212,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[torch.devi
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(calibrate, "measure", measure)
+    monkeypatch.setattr(calibrate, "link_gb_s", lambda device: MACHINE.link_gb_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A device")
     monkeypatch.setattr(calibrate, "_driver_version", lambda: "1.2.3")
     machine_of.cache_clear()
@@ -237,6 +238,26 @@ def test_a_device_is_measured_once_a_machine(measured: list[torch.device]) -> No
     machine_of.cache_clear()
     assert machine_of(CUDA) == MACHINE, "another process finds the file"
     assert measured == [CUDA]
+
+
+@pytest.mark.parametrize(("now", "again"), [(1.09, False), (1.11, True), (0.3, False)])
+def test_a_link_that_was_in_use_when_it_was_measured_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, measured: list[torch.device], now: float, again: bool
+) -> None:
+    slow = dataclasses.replace(MACHINE, link_gb_s=16.0)
+    slow.save(cache_path(CUDA))
+    monkeypatch.setattr(calibrate, "link_gb_s", lambda device: now * 16.0)
+    assert machine_of(CUDA) == (MACHINE if again else slow)
+    assert measured == ([CUDA] if again else [])
+    assert Machine.load(cache_path(CUDA)) == machine_of(CUDA)
+
+
+def test_the_link_is_looked_at_with_a_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    monkeypatch.setattr(calibrate, "_ms", lambda device, work: (work(), 2.0)[1])
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    assert calibrate.link_gb_s(CPU) == 32 * 2**20 / 2e6
 
 
 def test_the_file_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, measured: list[torch.device], tmp_path: Path) -> None:
