@@ -88,7 +88,8 @@ def find_contenders(patterns: Iterable[str]) -> list[Contender]:
 
 
 def _cache_dit(name: str, what: str, *settings: Setting, **options: Any) -> Contender:
-    return Contender(name, f"Cache-DiT, {what}", peers.CacheDit, options, settings, needs=("cache_dit",))
+    what = f"Cache-DiT, {what}"
+    return Contender(name, what, peers.CacheDit, options, settings, needs=("cache_dit",), together="compiled" not in options)
 
 
 def _groups() -> list[Contender]:
