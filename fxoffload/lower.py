@@ -90,18 +90,19 @@ def with_strides(program: Compiled, strides: Sequence[tuple[int, ...] | None]) -
     of a product to one that matrix units like, and the result is a slice. They are the same each time, so they are looked at in
     the first call; a result that differs leaves as a copy.
     """
-    differing: list[int] | None = None
+    differing: dict[int, tuple[int, ...]] | None = None
 
     def run(arguments: list[Any]) -> Any:
         nonlocal differing
         results = program(arguments)
         if differing is None:
-            differing = [i for i, (result, wanted) in enumerate(zip(results, strides, strict=True)) if _differs(result, wanted)]
+            both = enumerate(zip(results, strides, strict=True))
+            differing = {i: wanted for i, (result, wanted) in both if wanted is not None and _differs(result, wanted)}
         if not differing:
             return results
         copies = list(results)
-        for i in differing:
-            copies[i] = _laid_out(copies[i], strides[i])
+        for i, wanted in differing.items():
+            copies[i] = _laid_out(copies[i], wanted)
         return tuple(copies)
 
     return run
@@ -119,11 +120,10 @@ def _output_strides(child: fx.GraphModule) -> list[tuple[int, ...] | None]:
     ]
 
 
-def _differs(result: Any, strides: tuple[int, ...] | None) -> bool:
+def _differs(result: torch.Tensor, strides: tuple[int, ...]) -> bool:
     """A dimension with one element has any stride."""
-    if strides is None or not result.numel():
-        return False
-    return any(found != wanted for size, found, wanted in zip(result.shape, result.stride(), strides, strict=True) if size > 1)
+    both = zip(result.shape, result.stride(), strides, strict=True)
+    return result.numel() > 0 and any(found != wanted for size, found, wanted in both if size > 1)
 
 
 def _laid_out(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
