@@ -144,7 +144,7 @@ def plan_run(arguments: argparse.Namespace, device: torch.device) -> Run:
     base = Task(
         "", "", (), batch=arguments.batch, device=device.type, steps=arguments.steps, warmup=arguments.warmup,
         compiler=arguments.compiler or default_compiler(device.type), folder=str(_folder(arguments)),
-        lock=arguments.lock and arguments.lock.resolve(),
+        lock=None if arguments.lock is None else _lock(arguments.lock),
     )  # fmt: skip
     return Run(
         workloads,
@@ -202,6 +202,15 @@ def _folder(arguments: argparse.Namespace) -> Path:
     except OSError as error:
         raise ConfigError(f"bench: --work: {folder}: {error.strerror}; give a folder that can be made and written") from error
     return folder
+
+
+def _lock(path: Path) -> Path:
+    """Made here, where it is refused in time."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"bench: --lock: {path}: {error.strerror}; give a file that can be made and written") from error
+    return path.resolve()
 
 
 def measure(chosen: Run, results: Results, launch: Launch, *, limit_s: float, stop_s: float | None = None) -> int:

@@ -22,7 +22,7 @@ _HEADERS = (
     "host ms", "set-up s", "first call s", "output",
 )  # fmt: skip
 _MATCHED = ("budget", "bound ms", "fxoffload", "ms", "fastest other", "ms", "device {unit}", "other / fxoffload")
-_NOTHING = "No row is within a budget: nothing to compare at matched memory."
+_NOTHING = "No row of this project is within a budget: nothing to compare at matched memory."
 _UNCOUNTED = "Nobody counts the memory of this device: nothing to compare at matched memory."
 
 

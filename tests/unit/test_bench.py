@@ -217,6 +217,16 @@ def test_budgets_that_are_accepted() -> None:
         assert bench.plan_run(arguments("--budgets", ",".join(workload.budgets)), CPU).budgets == workload.budgets
 
 
+def test_a_lock_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for lock, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "lock", "Not a directory")):
+        fake = Fake(tmp_path)
+        assert command(monkeypatch, fake, "--out", str(tmp_path / "r.json"), "--lock", str(lock)) == 2
+        line = f"fxoffload: bench: --lock: {lock}: {why}; give a file that can be made and written\n"
+        assert capsys.readouterr().err == line
+        assert not fake.ran
+
+
 def test_a_folder_that_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
