@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,21 +18,29 @@ if TYPE_CHECKING:
 
 _REFUSED = 2
 _INTERRUPTED = 130
-"""As a shell has it for SIGINT."""
+_UNREAD = 141
+"""As a shell has them for SIGINT and SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code.
 
-    0, 1 where a demo's results differ, 2 for an error that a user can act on, 130 where a benchmark was interrupted.
+    0, 1 where a demo's results differ, 2 for an error that a user can act on, 130 where a benchmark was interrupted, 141 where
+    what reads the output has ended.
     """
     arguments = _parser().parse_args(argv)
     arguments.argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
     except OffloadError as error:
         print(f"fxoffload: {error}", file=sys.stderr)
         return _REFUSED
+    except BrokenPipeError:
+        # The interpreter would try to write the rest, too, when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _UNREAD
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -56,6 +57,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"fxoffload {fxoffload.__version__}\n"
+
+
+def test_what_nobody_reads_is_no_traceback() -> None:
+    """As with `fxoffload bench --list | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        argv = [sys.executable, "-m", "fxoffload", "bench", "--list"]
+        ran = subprocess.run(argv, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert (ran.returncode, ran.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("argv", [[], ["bogus"], ["plan"], ["demo", "--device", "tpu"], ["calibrate", "--bogus"]])
