@@ -100,7 +100,7 @@ def _groups() -> list[Contender]:
                 name = f"group-{level}{'-streams' * streams}{'-record' * record}{'-compiled' * compiled}"
                 words = [f"diffusers groups by {level}", *["streams"] * streams, *["record_stream"] * record]
                 options = {"level": level, "streams": streams, "record": record, "compiled": compiled}
-                what = ", ".join([*words, *["compiled blocks"] * compiled])
+                what = ", ".join([*words, *["compiled"] * compiled])
                 found.append(Contender(name, what, peers.Groups, options, needs=("diffusers",)))
     return found
 

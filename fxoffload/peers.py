@@ -1,5 +1,8 @@
 """Sessions of other projects, each by its public calls as its documentation shows them. They are imported when they are used."""
 
+# A limit of Dynamo is a private name of torch. Checked on torch 2.11 and 2.13.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import importlib
@@ -20,6 +23,8 @@ _LOOK_AHEAD, _LEAST_LOOK_AHEAD = 2, 1
 """Targets that Cache-DiT may have ahead of use where its flags are fitted, and where nothing fits with so many."""
 _PUBLISHED_LOOK_AHEAD = 4
 """As in the row of its page with the most residents, which caps no bytes."""
+_GROUPS_RECOMPILE_LIMIT = 1000
+"""As on the page of diffusers, there by the setting's older name `cache_size_limit`."""
 
 
 class CacheDit(Session):
@@ -126,7 +131,11 @@ def next_count(
 
 
 class Groups(Session):
-    """diffusers' group offloading, of the module that holds the blocks; all else of the model stays on the device."""
+    """diffusers' group offloading, of the module that holds the blocks; all else of the model stays on the device.
+
+    Compiled as its page on compilation and offloading does it: the whole model, with its hooks, and Dynamo's limit on compiling a
+    function again raised, since blocks differ by their hooks.
+    """
 
     def __init__(self, scene: Scene, *, level: str, streams: bool, record: bool, compiled: bool) -> None:
         super().__init__(scene, compiled=compiled)
@@ -145,7 +154,8 @@ class Groups(Session):
         hooks.apply_group_offloading(owner, onload_device=device, offload_device=host, **self._arguments, **setting)
         move_outside(model, [owner], device)
         if self.compiled:
-            self.compile_blocks()
+            torch._dynamo.config.recompile_limit = _GROUPS_RECOMPILE_LIMIT
+            self.runs = torch.compile(model, backend=self.scene.compiler)
 
 
 class TwoBlocks(Session):
@@ -192,4 +202,4 @@ def move_outside(model: torch.nn.Module, targets: Iterable[torch.nn.Module], dev
     inside = {module for target in targets for module in target.modules()}
     for module in model.modules():
         if module not in inside:
-            module._apply(lambda tensor: tensor.to(device), recurse=False)  # pyright: ignore[reportPrivateUsage]
+            module._apply(lambda tensor: tensor.to(device), recurse=False)

@@ -93,19 +93,15 @@ class Session:
     def undo(self) -> None:
         """Before another setting."""
 
-    def compile_blocks(self) -> None:
-        """Compile block by block, as diffusers' `compile_repeated_blocks` does."""
-        for block in self.scene.blocks():
-            block.compile(backend=self.scene.compiler)
-
 
 class Resident(Session):
-    """Everything on the device."""
+    """Everything on the device; compiled block by block, as diffusers' `compile_repeated_blocks` does it."""
 
     def apply(self, setting: Setting) -> None:
         del setting
         if self.compiled:
-            self.compile_blocks()
+            for block in self.scene.blocks():
+                block.compile(backend=self.scene.compiler)
 
 
 class Ours(Session):
