@@ -29,10 +29,11 @@ import linecache
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxoffload.config import OffloadConfig
 from fxoffload.debug import logger
@@ -43,6 +44,9 @@ from fxoffload.split import segment_inputs, segment_key, segment_module
 from fxoffload.wrappers import is_wrapper
 
 _ARGUMENTS = "arguments"
+CONTIGUOUS: Final = "contiguous"
+Strides = tuple[int, ...] | Literal["contiguous"]
+"""Those of a result, or that it is contiguous, whatever its sizes."""
 
 
 def compile_segments(top: fx.GraphModule, config: OffloadConfig) -> tuple[dict[str, Compiled], int]:
@@ -83,21 +87,21 @@ def boxed(program: Callable[..., Any]) -> Compiled:
     return run
 
 
-def with_strides(program: Compiled, strides: Sequence[tuple[int, ...] | None]) -> Compiled:
+def with_strides(program: Compiled, strides: Sequence[Strides | None]) -> Compiled:
     """`program`, whose results have `strides` (None: any).
 
     What Inductor compiles checks the strides of its arguments, but returns others than were traced: on CUDA it pads an odd width
-    of a product to one that matrix units like, and the result is a slice. They are the same each time, so they are looked at in
-    the first call; a result that differs leaves as a copy.
+    of a product to one that matrix units like, and the result is a slice. Of fixed sizes it does so each time or never, so these
+    are looked at in the first call. One that differs leaves as a copy.
     """
-    differing: dict[int, tuple[int, ...]] | None = None
+    differing: dict[int, Strides] | None = None
 
     def run(arguments: list[Any]) -> Any:
         nonlocal differing
         results = program(arguments)
         if differing is None:
             both = enumerate(zip(results, strides, strict=True))
-            differing = {i: wanted for i, (result, wanted) in both if wanted is not None and _differs(result, wanted)}
+            differing = {i: wanted for i, (result, wanted) in both if wanted is not None and _may_differ(result, wanted)}
         if not differing:
             return results
         copies = list(results)
@@ -108,26 +112,37 @@ def with_strides(program: Compiled, strides: Sequence[tuple[int, ...] | None]) -
     return run
 
 
-def _output_strides(child: fx.GraphModule) -> list[tuple[int, ...] | None]:
+def _output_strides(child: fx.GraphModule) -> list[Strides | None]:
     """Of each result as it was traced; None where they are not known, or are those of the tensors inside a wrapper."""
     returned: Any = child.graph.output_node().args[0]
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned]
-    return [
-        value.stride()
-        if isinstance(value, torch.Tensor) and not is_wrapper(value) and all(type(s) is int for s in value.stride())
-        else None
-        for value in values
-    ]
+    return [_strides(node.meta.get("val") if isinstance(node, fx.Node) else None) for node in returned]
 
 
-def _differs(result: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """A dimension with one element has any stride."""
+def _strides(value: Any) -> Strides | None:
+    if not isinstance(value, torch.Tensor) or is_wrapper(value):
+        return None
+    if all(type(stride) is int for stride in value.stride()):
+        return value.stride()
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not statically_known_true(stride == expected):
+            return None
+        expected = expected * size
+    return CONTIGUOUS
+
+
+def _may_differ(result: torch.Tensor, strides: Strides) -> bool:
+    """A dimension with one element has any stride: of sizes that change, one call says nothing about the next."""
+    if isinstance(strides, str):
+        return True
     both = zip(result.shape, result.stride(), strides, strict=True)
     return result.numel() > 0 and any(found != wanted for size, found, wanted in both if size > 1)
 
 
-def _laid_out(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy with these strides. What a dimension of stride 0 has is one element, seen many times."""
+def _laid_out(result: torch.Tensor, strides: Strides) -> torch.Tensor:
+    """With these strides, a copy if need be. What a dimension of stride 0 has is one element, seen many times."""
+    if isinstance(strides, str):
+        return result.contiguous()
     seen = result
     for dim, stride in enumerate(strides):
         if stride == 0 and seen.shape[dim] > 1:

@@ -15,10 +15,11 @@ from torch import fx, nn
 
 from fxoffload import ops, passes
 from fxoffload.config import OffloadConfig
-from fxoffload.lower import Compiled, TopLevel, boxed, compile_segments, generate, with_strides
+from fxoffload.lower import CONTIGUOUS, Compiled, TopLevel, boxed, compile_segments, generate, with_strides
 from fxoffload.names import identifier
 from fxoffload.plan import Load, Plan
 from fxoffload.program import input_names
+from tests.checks import offload
 from tests.models import seeded, toy
 from tests.tracing import CPU, Traced, read
 
@@ -368,6 +369,14 @@ def test_results_with_the_strides_that_were_traced_leave_as_they_are() -> None:
     assert run([]) is results
 
 
+def test_results_of_any_size_are_contiguous_in_each_call() -> None:
+    run = with_strides(lambda arguments: (torch.ones(arguments[0], 8)[:, :5],), [CONTIGUOUS])
+    for rows in (1, 3, 1, 7):
+        (result,) = run([rows])
+        assert result.is_contiguous()
+        assert result.shape == (rows, 5)
+
+
 def pad_products(graph: fx.Graph) -> None:
     """As Inductor does on CUDA to widths that are no multiple of 16 bytes."""
     for product in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
@@ -392,6 +401,21 @@ def test_a_padded_product_is_read_by_a_segment_that_was_compiled_for_its_width()
         ).forward
         (got,) = forward(X, torch.eye(16))
     torch.testing.assert_close(got, X.sin().cos())
+
+
+@torch.no_grad()
+def test_padded_products_of_any_number_of_rows() -> None:
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(18, 18, bias=False) for _ in range(4))))
+    compiled = offload(
+        model,
+        dynamic=True,
+        segment_compiler="inductor",
+        max_bucket_bytes=1500,
+        inductor={"post_grad_custom_pre_pass": pad_products},
+    )
+    for rows in (2, 1, 7):
+        x = torch.randn(2, rows, 18, generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_the_function_is_not_held_by_its_own_globals() -> None:
